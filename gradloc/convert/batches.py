@@ -33,15 +33,13 @@ SAFELY = (
 class _Kept:
     """An object of a file: what it was made of, and its state."""
 
+    parts: tuple[Any, ...]
     state: Any = None
 
     def __new__(cls, *parts: Any, **_: Any) -> "_Kept":
         made = super().__new__(cls)
         made.parts = parts
         return made
-
-    def __init__(self, *parts: Any, **_: Any) -> None:
-        self.parts = parts
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

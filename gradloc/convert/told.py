@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the judge can compare of a step's responses, whose columns have verl's names."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,28 +142,18 @@ def _missing(
 
 def told_by_records(records: Sequence[Record]) -> Told:
     """What records say; a column counts if all of them have it."""
-
-    def all_have(values: Sequence[Any]) -> bool:
-        return all(value is not None for value in values)
-
-    columns: dict[str, Any] = {}
-    for own, name in COLUMNS.items():
-        values = [record.tokens.get(own) for record in records]
-        if all_have(values):
-            columns[name] = values
-    if all_have(sampled := [record.sampled for record in records]):
-        columns["rollout_log_probs"] = sampled
-    if all_have(uids := [record.uid for record in records]):
-        columns["uid"] = uids
-    if all_have(rewards := [record.reward for record in records]):
-        columns[REWARDS[0]] = [torch.tensor([reward]) for reward in rewards]
+    columns: dict[str, Any] = {name: [each.tokens.get(own) for each in records] for own, name in COLUMNS.items()}
+    columns["rollout_log_probs"] = [record.sampled for record in records]
+    columns["uid"] = [record.uid for record in records]
+    columns[REWARDS[0]] = [None if each.reward is None else torch.tensor([each.reward]) for each in records]
+    columns = {name: values for name, values in columns.items() if all(value is not None for value in values)}
     ids = [record.row.input_ids for record in records]
     responses = [record.row.input_ids[record.row.prompt_length :] for record in records]
     for name, rows in zip(_PROMPTS, (ids, responses), strict=True):
         columns[name] = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     places = []
     for record in records:
-        number = counts[record.rank] = counts.get(record.rank, -1) + 1
-        places.append(f"rank {record.rank}, row {number}")
+        places.append(f"rank {record.rank}, row {counts[record.rank]}")
+        counts[record.rank] += 1
     return told(columns, places, {REWARDS[0]: "reward", "ref_log_prob": "ref_log_probs"})

@@ -255,6 +255,8 @@ def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBa
 
 # Log-probs and entropies of a row's response.
 _Outputs = tuple[Tensor, Tensor | None]
+# Computes them again in the backward.
+_again_in_backward: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def build_forward(model: Model) -> Forward:
@@ -303,11 +305,6 @@ def shard_model(model: Model, device: torch.device, mesh: DeviceMesh) -> tuple[M
         return _stacked(found, response_length)
 
     return sharded, forward
-
-
-def _again_in_backward(function: Callable[..., _Outputs], *arguments: Any) -> _Outputs:
-    found: _Outputs = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return found
 
 
 def _stacked(found: Sequence[_Outputs], length: int) -> tuple[Tensor | None, Tensor]:

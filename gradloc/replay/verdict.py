@@ -187,15 +187,16 @@ def layers_apart_in_words(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     largest = max((max(pair) for pair in pairs.values()), default=0.0)
     told = {layer: pair for layer, pair in pairs.items() if max(pair) > _LEAST_PART * largest}
-    factors = {layer: before / now if now else math.inf for layer, (before, now) in told.items()}
-    apart = [layer for layer, factor in factors.items() if not 1 / CHANGE <= factor <= CHANGE]
+    apart = [layer for layer, pair in told.items() if _change(*pair) > CHANGE]
     if not 0 < len(apart) < len(told):
         return []
-    most = max(apart, key=lambda layer: abs(math.log(factors[layer])) if 0 < factors[layer] < math.inf else math.inf)
+    most = max(apart, key=lambda layer: _change(*told[layer]))
+    before, now = told[most]
+    factor = before / now if now else math.inf
     names = ("the last ones are " if len(apart) > _NAMED else "") + ", ".join(apart[-_NAMED:])
     return [
         f"With the weights of training, the norm is another than in training in {len(apart)} of {len(told)} layers: "
-        f"{names} ({most}: {factors[most]:.3g} times as large in training). So the backward pass was another one: look "
+        f"{names} ({most}: {factor:.3g} times as large in training). So the backward pass was another one: look "
         f"at kernels, parallelism, model code and precision, at {apart[-1]} first; a replay does not have auxiliary "
         f"losses and TokenClip, either. {_SWITCHES}"
     ]
@@ -226,6 +227,7 @@ def switches_in_words(unit: Mapping[str, Any], result: Mapping[str, Any]) -> lis
 
 
 def _change(norm: float, replayed: float) -> float:
+    """How many times the smaller one the larger one of two norms is."""
     if not (math.isfinite(norm) and math.isfinite(replayed)):
         return 1.0 if math.isfinite(norm) == math.isfinite(replayed) else math.inf
     if min(norm, replayed) <= 0:
