@@ -222,8 +222,7 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    warnings = of_tokens if bundle.is_converted else bundle.event.get("warnings", [])
-    result["sentences"] = [*(each["sentence"] for each in warnings), *sentences(result)]
+    result["sentences"] = [*(each["sentence"] for each in event.get("warnings", ())), *sentences(result)]
     return result
 
 

@@ -24,12 +24,10 @@ from ..config import GradLocConfig
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
-from ..judge import judged, of_one_step
-from ..lines import Answer
+from ..judge import judged
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
-from ..measure.update_facts import own_facts
 from ..search.investigation import TimeLimit, investigate
 from ..tools.command_line import say
 from ..tools.opening import Bundle
@@ -127,7 +125,7 @@ def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, bud
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
-        of_run = _answer(event, [each.tokens for each in mini_batch.micro_batches])
+        of_run: Any = {"identities": event.get("identities", {}), "warnings": event.get("warnings", [])}
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: of_run, medians))
     if collectives.rank() == 0:
@@ -228,17 +226,6 @@ def _measure_wholes(
             own[index].squares = squares
             differences.append(outputs.differences(own[index].tokens))
     return differences
-
-
-def _answer(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> Answer:
-    """What was known of its identities; of an event of an earlier release, what its tokens say.
-
-    A collective call: the sums of all ranks.
-    """
-    if "identities" in event:
-        return {"identities": event["identities"], "warnings": event["warnings"], "changes": [], "news": []}
-    by_rank = collectives.exchange(lambda: own_facts(tokens).tolist())
-    return of_one_step([math.fsum(column) for column in zip(*by_rank, strict=True)])
 
 
 def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBatchName]) -> dict[str, Any]:
