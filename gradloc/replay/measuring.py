@@ -9,11 +9,10 @@ padding; packed and padded training differ from that by rounding alone.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..bundles.layout import SavedMicroBatch
 from ..measure.micro_batch import MicroBatchName
@@ -25,8 +24,6 @@ from .model import Model, cut_row, forward
 Place = tuple[MicroBatchName, int, int]
 # ∂L/∂log p and the derivative by the entropies, each of shape (rows, response length).
 Coefficients = tuple[Tensor, Tensor]
-# By parameter, on the CPU.
-Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
@@ -165,27 +162,11 @@ def add_rows(
 
 def take_norms(model: Model) -> Norms:
     """The norms of the parameters' gradients, which are cleared."""
-    norms = norms_now(model)
-    model.module.zero_grad(set_to_none=True)
-    return norms
-
-
-def take_gradients(model: Model) -> Gradients:
-    """The parameters' gradients; those of the model are cleared."""
-    taken = {parameter: parameter.grad.cpu() for parameter in model.layer_of if parameter.grad is not None}
-    model.module.zero_grad(set_to_none=True)
-    return taken
-
-
-def norms_now(model: Model, others: Gradients | None = None) -> Norms:
-    """The norms of the parameters' gradients, with these added."""
     norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
-        gradients = [parameter.grad, (others or {}).get(parameter)]
-        found = [g.to(model.device, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g is not None]
-        if found:
-            norms[layer].append(
-                float(torch.linalg.vector_norm(reduce(torch.add, found), dtype=torch.float64)) / model.loss_scale
-            )
+        if parameter.grad is not None:
+            norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+            norms[layer].append(norm / model.loss_scale)
+    model.module.zero_grad(set_to_none=True)
     layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
     return Norms(math.hypot(*layers.values()), layers)

@@ -21,19 +21,7 @@ from ..tools.command_line import say
 from ..tools.figures import severity
 from ..tools.opening import Bundle
 from .advice import MOST_MOVED
-from .measuring import (
-    Coefficients,
-    Gradients,
-    Measured,
-    Norms,
-    add_rows,
-    all_but,
-    coefficients_of,
-    gradient_norms,
-    norms_now,
-    places,
-    take_gradients,
-)
+from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
 from .model import HALF, Model
 from .token_clip import clip_tokens
 
@@ -159,40 +147,25 @@ def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{error} So policy losses and rollout corrections are left out.")
         return
     notes += more
-    add_rows(model, spike.saved, coefficients_of(spike.saved, spike.ordinary))
-    rest = take_gradients(model)
     measured: dict[bytes, tuple[float, float]] = {}
     for number, remedy in enumerate(found, 1):
         say(f"remedy {remedy.name}, {number} of {len(found) + 1}")
         values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
         key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
         if key not in measured:
-            measured[key] = _left_and_moved(spike, model, rest, values)
+            measured[key] = _left_and_moved(spike, model, values)
         now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
         masked = movable(tokens) & ~movable(now)
         yield spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note)
     say(f"remedy TokenClip, {len(found) + 1} of {len(found) + 1}")
 
 
-def _left_and_moved(spike: _Spike, model: Model, rest: Gradients, values: Coefficients) -> tuple[float, float]:
-    """The norm with other coefficients, and the norm by which the ordinary tokens' gradient moves.
-
-    A gradient is a sum over tokens: with these coefficients it is the rest, its move, and the culprits' new gradient.
-
-    Args:
-        rest (Gradients): The ordinary tokens' gradient.
-    """
-    saved, ordinary = spike.saved, spike.ordinary
-    (new, new_of_entropy), (old, old_of_entropy) = values, coefficients_of(saved)
-    moves = torch.where(ordinary, new - old, 0.0), torch.where(ordinary, new_of_entropy - old_of_entropy, 0.0)
-    add_rows(model, saved, moves)
-    moved = norms_now(model).norm
-    if not math.isfinite(spike.rest.norm):  # NaN minus itself
-        return gradient_norms(model, saved, values).norm, moved
-    add_rows(model, saved, (torch.where(ordinary, 0.0, new), torch.where(ordinary, 0.0, new_of_entropy)))
-    left = norms_now(model, rest).norm
-    model.module.zero_grad(set_to_none=True)
-    return left, moved
+def _left_and_moved(spike: _Spike, model: Model, values: Coefficients) -> tuple[float, float]:
+    """The norm with other coefficients, and the norm by which the ordinary tokens' gradient moves."""
+    pairs = zip(values, coefficients_of(spike.saved), strict=True)
+    move, of_entropy = (torch.where(spike.ordinary, new - old, 0.0) for new, old in pairs)
+    left = gradient_norms(model, spike.saved, values).norm
+    return left, gradient_norms(model, spike.saved, (move, of_entropy)).norm
 
 
 def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:

@@ -22,7 +22,7 @@ import trees
 from gradloc.replay import remedies
 from gradloc.replay.advice import REPAIR, advice_by_source, best, recommended
 from gradloc.replay.command import main
-from gradloc.replay.measuring import norms_now
+from gradloc.replay.measuring import gradient_norms
 from gradloc.replay.model import Variant, load
 from gradloc.replay.token_clip import clip_tokens
 from gradloc.tools.opening import open_bundle
@@ -412,8 +412,8 @@ def test_measuring_remedies_leaves_the_rest_of_a_result(bundle: Path, replay: An
 def test_each_row_is_written_at_once(bundle: Path, kept: Path, monkeypatch: Patch) -> None:
     """So that of a replay that ends early, everything that was measured is left."""
     of_verl(bundle)
-    interrupted = Mock(wraps=norms_now, side_effect=[DEFAULT] * 4 + [KeyboardInterrupt])
-    monkeypatch.setattr(remedies, "norms_now", interrupted)
+    interrupted = Mock(wraps=gradient_norms, side_effect=[DEFAULT] * 4 + [KeyboardInterrupt])
+    monkeypatch.setattr(remedies, "gradient_norms", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies"])
     result = json.loads(bundle.with_name("step1.result.json").read_text())
