@@ -7,7 +7,7 @@ takes away comes from that kernel or that rounding.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,14 +81,16 @@ def _precise_norms(model: Model) -> Iterator[None]:
     norms = [child for child in model.module.modules() if type(child).__name__.endswith(_NORMS)]
     if not norms:
         raise RuntimeError("the model has no RMSNorm")
-    with _replaced({(norm, "forward"): partial(_norm, norm, norm.forward, model.device.type) for norm in norms}):
+    with ExitStack() as stack:
+        for norm in norms:
+            stack.enter_context(norm.register_forward_hook(partial(_norm, model.device.type), with_kwargs=True))
         yield
 
 
-def _norm(norm: Any, own: Callable[..., Tensor], device: str, hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _norm(device: str, norm: Any, arguments: Sequence[Any], options: Mapping[str, Any], usual: Tensor) -> Tensor:
+    """The hook of a norm: what replaces its usual output."""
+    hidden, *rest = arguments
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    with torch.no_grad():
-        usual = own(hidden, *rest, **options)
     with torch.autocast(device, enabled=False):
         precise = hidden.float()
         if weight is not None and eps is not None and not rest and not options:
@@ -98,10 +100,8 @@ def _norm(norm: Any, own: Callable[..., Tensor], device: str, hidden: Tensor, *r
             best = min(formulas, key=partial(_distance, usual))
             if _distance(usual, best) < _SAME_FORMULA:
                 return best.to(usual.dtype)
-        arguments = {name: parameter.float() for name, parameter in norm.named_parameters()}
-        # Its own forward, because the replaced one is that of the instance.
-        with _replaced({(norm, "forward"): own}):
-            return torch.func.functional_call(norm, arguments, (precise, *rest), options).to(usual.dtype)
+        found: Tensor = norm.forward(precise, *rest, **options)  # without this hook
+        return found.to(usual.dtype)
 
 
 @contextmanager
@@ -109,26 +109,26 @@ def _precise_rotation(model: Model) -> Iterator[None]:
     """Computes rotary embeddings from frequencies in float32, and rotates in float32."""
     rotary = [child for child in model.module.modules() if type(child).__name__.endswith(_ROTARY)]
     modules = {sys.modules[type(child).__module__] for child in model.module.modules()}
-    changes: dict[tuple[Any, str], Any] = {
-        (module, _ROTATE): partial(_rotate, getattr(module, _ROTATE), model.device.type)
-        for module in modules
-        if hasattr(module, _ROTATE)
-    }
-    changes |= {(child, "forward"): partial(_angles, child, model.device) for child in rotary}
-    if not (rotary and len(changes) > len(rotary)):
+    rotations = [(module, getattr(module, _ROTATE)) for module in modules if hasattr(module, _ROTATE)]
+    if not (rotary and rotations):
         raise RuntimeError("the model's rotary embedding is not known")
-    with _replaced(changes):
+    with ExitStack() as stack:
+        for module, own in rotations:
+            stack.enter_context(mock.patch.object(module, _ROTATE, partial(_rotate, own, model.device.type)))
+        for child in rotary:
+            stack.enter_context(child.register_forward_hook(partial(_angles, model.device), with_kwargs=True))
         yield
 
 
-def _angles(rotary: Any, device: torch.device, hidden: Tensor, *rest: Any, **options: Any) -> Any:
+def _angles(device: torch.device, rotary: Any, arguments: Sequence[Any], options: Mapping[str, Any], _: Any) -> Any:
     """The cosines and sines, in float32, with frequencies that are computed anew where that is possible."""
+    hidden, *rest = arguments
     try:
         rotary = type(rotary)(config=rotary.config, device=device)
     except (TypeError, AttributeError):
         pass  # another signature: its own frequencies
     with torch.autocast(device.type, enabled=False):
-        return type(rotary).forward(rotary, hidden.float(), *rest, **options)
+        return rotary.forward(hidden.float(), *rest, **options)
 
 
 def _rotate(
@@ -157,15 +157,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     logs = (one[known] / other[known]).abs().log().abs()
     opposite = (one[known] * other[known] < 0).float().mean() > 0.5 if len(logs) else False
     return float("inf") if opposite or not len(logs) else float(logs.median().exp())
-
-
-@contextmanager
-def _replaced(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Sets attributes of objects, and gives them back what they had."""
-    with ExitStack() as stack:
-        for (owner, name), value in changes.items():
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
 
 
 @contextmanager
