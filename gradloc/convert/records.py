@@ -9,6 +9,7 @@ import resource
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +287,9 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if not _check_ids(file.schema_arrow.names, str(path)):
             raise RecordError(f"{path} has no column 'response_ids' or 'input_ids', and records need token ids.")
         known = [name for name in file.schema_arrow.names if name in FIELDS]
-        number = 0
-        for batch in file.iter_batches(64, columns=known):
-            for fields in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", fields
+        rows = (fields for batch in file.iter_batches(64, columns=known) for fields in batch.to_pylist())
+        for number, fields in enumerate(rows, 1):
+            yield f"{path}, row {number}", fields
     except (pyarrow.ArrowException, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # pyarrow raises some without, of a file's content
             raise
@@ -306,9 +305,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """
     check_file(path)
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(LINE_BYTES + 1):
-            number += 1
+        for number, line in enumerate(iter(partial(file.readline, LINE_BYTES + 1), b""), 1):
             place = f"{path}, line {number}"
             if len(line) > LINE_BYTES:
                 raise RecordError(f"{place} has over {LINE_BYTES:,} bytes.")
