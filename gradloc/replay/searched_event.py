@@ -10,31 +10,18 @@ from ..bundles import limits
 from ..evidence.writer import jsonable
 from ..judge.said import said
 from ..judge.sentences import describe
+from ..lines import Begun
 from ..tools.opening import Bundle, BundleError, check_places
 from ..tools.reading import Evidence, read, spike_of
 from ..tools.results import EVENT_SUFFIX
 from ..tools.schema import EVENT, conforms, parse, read_plain_file
 from .search import Searched
 
-# The fields that a search fills in.
-_FOUND = (
-    "diagnosis",
-    "until",
-    "explained",
-    "more_tokens",
-    "diffuse",
-    "passes",
-    "budget",
-    "budget_seconds",
-    "out_of_time",
-    "complete",
-    "open_segments",
-    "without_tokens",
-    "seconds",
-    "error",
-)
 # Further fields that a recorded spike lacks.
 _FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
+# The fields that a search fills in: what an event has by its findings, but for what training alone knows.
+_KNOWN_BEFORE = {"schema", "gradloc_version", "time", "threshold", "world_size", "loss_scale", *_FOUND_FIRST}
+_FOUND = {"seconds", *Begun.__required_keys__, *Begun.__optional_keys__} - _KNOWN_BEFORE
 # A verdict, and what it is judged by.
 _JUDGED = ("verdict", "comparison", "identities", "warnings")
 # The fields that an event has in common with its bundle's event.
