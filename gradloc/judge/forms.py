@@ -144,7 +144,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     },
 }
 # By key, or by the name of several, where to look or what to try, if that is more than the claim says.
-_LOOKS: Mapping[str, str] = {
+LOOKS: Mapping[str, str] = {
     "nonfinite": "One bad reward breaks the advantages of its whole group.",
     "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
     "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
@@ -188,7 +188,7 @@ _LOOKS: Mapping[str, str] = {
 }
 # By key: the name, the claim, and where to look.
 _TEXTS: Mapping[str, tuple[str, str, str]] = {
-    key: (name, claim, _LOOKS.get(key) or _LOOKS.get(name, ""))
+    key: (name, claim, LOOKS.get(key) or LOOKS.get(name, ""))
     for name, claims in _CLAIMS.items()
     for key, claim in claims.items()
 }

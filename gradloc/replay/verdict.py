@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.forms import loss as form_of_loss
+from ..judge.forms import LOOKS
 from ..sources import layer_shares
 from ..threshold import is_over
 from .advice import recommended
@@ -45,7 +45,7 @@ _SCALED = {
     "reduced": "The gradient averaged over the ranks is {} times what the ranks' gradients give",
 }
 # What the judge says of such a factor.
-_CHECK = form_of_loss({"loss.weights": 1.0}, "loss.weights_off").check
+_CHECK = LOOKS["loss_scale"]
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
