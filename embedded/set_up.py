@@ -71,7 +71,8 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False, ro
     requirements, *no_deps = requirements_of(target, root, rollout)
     base = _find_python(embedded / "find_python.sh")
     version = subprocess.run([base, "-VV"], stdout=subprocess.PIPE, check=True).stdout
-    wanted = _hash(version, requirements, *no_deps, embedded / "requirements-uv.txt")
+    pins = "\n".join(_requirements(requirements)).encode()
+    wanted = _hash(version + pins, *no_deps, embedded / "requirements-uv.txt")
     if not _is(venv / "ready", wanted):
         say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)

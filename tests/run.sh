@@ -42,7 +42,7 @@ set_up_venv() {
     version=$(environment_of "$1")
     venv=$(venv_of "$1")
     files=("tests/requirements-$version.txt")
-    for file in "embedded/requirements-$version.txt" embedded/requirements-no-deps.txt; do
+    for file in embedded/requirements-{common,"$version",no-deps}.txt; do
         [[ ! -f $file ]] || files+=("$file")
     done
     wanted=$({ "$python" -VV; cat "${files[@]}"; } | sha256sum | cut -d' ' -f1)

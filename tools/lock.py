@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/,
-embedded/requirements-vllm.txt and tests/requirements-trackers.txt; and gives the versions in
-embedded/requirements-no-deps.txt, -no-deps-vllm.txt and -uv.txt their hashes.
+embedded/requirements-vllm.txt, embedded/requirements-common.txt, which has what these of embedded/ pin alike, and
+tests/requirements-trackers.txt; and gives the versions in embedded/requirements-no-deps.txt, -no-deps-vllm.txt and
+-uv.txt their hashes.
 
 pip install uv
 python tools/lock.py              # keeps the pinned versions wherever they fit
@@ -15,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED, TESTS = ROOT / "embedded", ROOT / "tests"
+COMMON = EMBEDDED / "requirements-common.txt"
 HEADER = "# Written by `python tools/lock.py`.\n"
 # The tested environment. Each line's marker would repeat it, so it is left out there.
 ENVIRONMENT = (
@@ -45,7 +48,7 @@ def simplified(line: str) -> str:
     return f"{requirement} ; {' and '.join(parts)}" if parts else requirement
 
 
-def resolve(inputs: list[Path], present: Path, *options: str) -> list[str]:
+def resolve(inputs: list[Path], present: list[Path], *options: str) -> list[str]:
     """The requirements of the inputs and of all their dependencies, pinned; the versions in `present` are kept.
 
     Each has a hash for each file that ENVIRONMENT can take. Only torch has none: any build of it will do.
@@ -54,8 +57,8 @@ def resolve(inputs: list[Path], present: Path, *options: str) -> list[str]:
         environment = " and ".join(ENVIRONMENT)
         Path(directory, "pyproject.toml").write_text(f'[tool.uv]\nenvironments = ["{environment}"]\n')
         output = Path(directory, "requirements.txt")
-        if present.exists():
-            output.write_text("".join(line for line in present.open() if not line.startswith("-r")))
+        there = [line for file in present if file.exists() for line in file.open() if not line.startswith("-r")]
+        output.write_text("".join(there))
 
         def compile_into(name: str, *arguments: str) -> None:
             command = [*COMPILE, "--no-annotate", "--no-header", "--output-file", name, *arguments]
@@ -88,26 +91,29 @@ def main() -> None:
     options = ["--upgrade"] if parser.parse_args().upgrade else []
     if shutil.which("uv") is None:
         sys.exit("lock.py: this needs uv: pip install uv")
-    for direct in sorted(EMBEDDED.glob("requirements-[0-9]*.in")):
-        pin(direct, options)
-    for direct in (TESTS / "requirements-trackers.in", EMBEDDED / "requirements-vllm.in"):
+    pinned = {}
+    for direct in sorted(EMBEDDED.glob("requirements-*.in")):
         pins = direct.with_suffix(".txt")
-        pins.write_text(HEADER + "\n".join(resolve([direct], pins, *options)) + "\n")
+        pinned[pins] = resolve([direct], [COMMON, pins], *options)
+    common = [line for line in next(iter(pinned.values())) if all(line in lines for lines in pinned.values())]
+    write(COMMON, common)
+    for pins, lines in pinned.items():
+        write(pins, lines, without=common, below=COMMON.name)
+    for pins in EMBEDDED.glob("requirements-[0-9]*.txt"):
+        tests, both = TESTS / pins.name, [pins.with_suffix(".in"), TESTS / "requirements.in"]
+        needed = resolve(both, [tests], *options, "--constraint", str(pins))
+        write(tests, needed, without=pinned[pins], below=f"../embedded/{pins.name}")
+    trackers = TESTS / "requirements-trackers.txt"
+    write(trackers, resolve([trackers.with_suffix(".in")], [trackers], *options))
     for name in ("no-deps", "no-deps-vllm", "uv"):
         file = EMBEDDED / f"requirements-{name}.txt"
-        file.write_text("\n".join(resolve([file], file, "--no-deps")) + "\n")
+        file.write_text("\n".join(resolve([file], [file], "--no-deps")) + "\n")
 
 
-def pin(direct: Path, options: list[str]) -> None:
-    """Pins what the embedded profile needs with one verl, and on top of it what the tests need with that verl."""
-    pins = direct.with_suffix(".txt")
-    embedded = resolve([direct], pins, *options)
-    pins.write_text(HEADER + "\n".join(embedded) + "\n")
-    tests = TESTS / pins.name
-    both = [direct, TESTS / "requirements.in"]
-    needed = resolve(both, tests, *options, "--constraint", str(pins))
-    added = [line for line in needed if line not in embedded]
-    tests.write_text(f"{HEADER}-r ../embedded/{pins.name}\n" + "\n".join(added) + "\n")
+def write(file: Path, pins: list[str], without: Sequence[str] = (), below: str | None = None) -> None:
+    """Writes pins, but for those of a file that it includes."""
+    included = [] if below is None else [f"-r {below}"]
+    file.write_text(HEADER + "\n".join([*included, *(line for line in pins if line not in without)]) + "\n")
 
 
 if __name__ == "__main__":

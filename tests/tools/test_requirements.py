@@ -49,8 +49,8 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, r
             assert pins["verl"] == (launch.VLLM_TARGET if release == "vllm" else release) and "torch" in pins
             assert not [name for name in pins if name.startswith(lock.CUDA)]
     # Nothing of the machine that wrote them, and hashes for all but torch.
-    others = (lock.HEADER.strip(), f"-r ../embedded/requirements-{release}.txt", "torch==")
-    for line in file.read_text().splitlines():
+    others = (lock.HEADER.strip(), f"-r ../embedded/requirements-{release}.txt", f"-r {lock.COMMON.name}", "torch==")
+    for line in (*file.read_text().splitlines(), *lock.COMMON.read_text().splitlines()):
         pinned = r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?( --hash=sha256:[0-9a-f]{64})+"
         assert line.startswith(others) or re.fullmatch(pinned, line), line
 
