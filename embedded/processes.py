@@ -90,11 +90,9 @@ def _members(session_id: int) -> list[int]:
     """The running processes of a session."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended, or belongs to another user
-            continue
-        state, _parent, _group, session_of = fields[:4]  # what follows "pid (name)"
-        if int(session_of) == session_id and state != "Z":
-            members.append(int(stat.parent.name))
+        with contextlib.suppress(OSError):  # it has ended
+            pid = int(stat.parent.name)
+            state = stat.read_text(errors="replace").rpartition(") ")[2][0]  # after "pid (name) "
+            if os.getsid(pid) == session_id and state != "Z":
+                members.append(pid)
     return members

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from follow import follow  # type: ignore[import-not-found]  # this file's folder is on the path
+from follow import follow, plural  # type: ignore[import-not-found]  # this file's folder is on the path
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from processes import exit_code, exit_on_signals, session  # type: ignore[import-not-found]
-from set_up import locked, prepare, say  # type: ignore[import-not-found]
+from set_up import locked, prepare, refuse, say  # type: ignore[import-not-found]
 
 from gradloc.replay.advice import REPAIR, recommended
 
@@ -32,7 +32,6 @@ from gradloc.replay.advice import REPAIR, recommended
 # sentence begins that such a run ends with.
 STOPPED = 76
 STOPPING = "Training ends after step "
-REFUSED = 2
 # Ray's message if its own processes are not up in time; it gives some of them half a minute, whatever is set.
 NOT_STARTED = "The current node timed out during startup"
 STARTS = 3
@@ -67,7 +66,7 @@ def drill_verdict(events: Sequence[dict[str, Any]], step: int) -> str:
     for event in reversed(events):
         if event.get("drill") and event["global_step"] == step:
             drill = event["drill"]
-            passes = f"{drill['passes']} extra pass{'' if drill['passes'] == 1 else 'es'}"
+            passes = plural(drill["passes"], "extra pass", "es")
             found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see the log"
             return f"Drill in step {step}: the planted token was {found} ({passes}, {event['seconds']:.0f} s)"
     return f"THE DRILL OF STEP {step} LEFT NO EVIDENCE, so detection was not tested: see the log"
@@ -176,11 +175,6 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
     return status
 
 
-def refused(sentence: str) -> int:
-    print(f"run_experiment.sh: {sentence}", file=sys.stderr)
-    return REFUSED
-
-
 def main(command: Sequence[str]) -> int:
     exit_on_signals()
     overrides = command[command.index("--config-name") + 2 :]
@@ -188,20 +182,20 @@ def main(command: Sequence[str]) -> int:
         config = composed(overrides)
         output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
     except (HydraException, OmegaConfBaseException) as error:
-        return refused(str(error))
+        refuse(str(error))
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock = open(output / "lock", "a+")  # until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        return refused(f"process {lock.read()} trains in {output}: give another OUTPUT_DIR, or wait until it has ended")
+        refuse(f"process {lock.read()} trains in {output}: give another OUTPUT_DIR, or wait until it has ended")
     except OSError as error:
-        return refused(f"nothing can be written to {output} ({error}): give another OUTPUT_DIR")
+        refuse(f"nothing can be written to {output} ({error}): give another OUTPUT_DIR")
     resumes = config.trainer.resume_mode != "disable"
     for file in [] if resumes else [*sorted(evidence.glob("s*.jsonl")), output / "train.log"]:
         if file.is_file() and file.stat().st_size:
-            return refused(f"{file} is of another run, and must not be mixed with this one: give another OUTPUT_DIR")
+            refuse(f"{file} is of another run, and must not be mixed with this one: give another OUTPUT_DIR")
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

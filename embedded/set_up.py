@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 # Options of pip that change what it says, asks or keeps, not what it installs, or from where.
 _HARMLESS = frozenset(
@@ -42,6 +43,11 @@ _CONFIGURED = re.compile(r"^(global|install|:env:)\.([^=\n]+)=(.*)", re.M)
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def refuse(sentence: str) -> NoReturn:
+    print(f"run_experiment.sh: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 @contextlib.contextmanager
@@ -119,12 +125,7 @@ def _find_python(script: Path) -> str:
     command = ["bash", "-c", 'source "$1" && find_python', "bash", str(script)]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if found.returncode:
-        print(
-            "run_experiment.sh: no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one "
-            "with --python",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        refuse("no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one with --python")
     return found.stdout.rstrip("\n")
 
 
