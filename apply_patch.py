@@ -554,16 +554,16 @@ def check_checkout(tree: Path, target: Target, told: bool) -> None:
 
 
 @contextlib.contextmanager
-def locked(tree: Path) -> Iterator[None]:
-    """Holds the tree for this run, without a file."""
-    handle = os.open(tree / "verl", os.O_RDONLY | os.O_DIRECTORY)
+def locked(folder: Path, busy: str) -> Iterator[None]:
+    """Holds a folder for this run, without a file; while another one does, `busy` is said."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(handle)
-            raise Stop(f"another run is patching {tree}; wait until it is done") from None
-        say(f"{tree}/verl cannot be locked ({error.strerror}); see that no other run changes it")
+            raise Stop(busy) from None
+        say(f"{folder} cannot be locked ({error.strerror}); see that no other run changes it")
     try:
         yield
     finally:
@@ -734,9 +734,9 @@ def prune(tree: Path, path: str) -> None:
             folder.rmdir()
 
 
-def say(message: str) -> None:
+def say(message: str, name: str = NAME) -> None:
     with contextlib.suppress(OSError):  # a closed pipe must not turn success into failure
-        print(f"{NAME}: {message}", flush=True)
+        print(f"{name}: {message}", flush=True)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -842,7 +842,7 @@ def check(args: argparse.Namespace, tree: Path, targets: list[Target]) -> int:
 
 
 def change(args: argparse.Namespace, tree: Path, targets: list[Target]) -> int:
-    with locked(tree):
+    with locked(tree / "verl", f"another run is patching {tree}; wait until it is done"):
         target, found = inspect(args, tree, targets)
         tidy(tree, [patch.path for patch in load_target(target)])
         pending = found.patched if args.reverse else found.base

@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     except parts.OutOfDate as verdict:
         print(f"make_patch.sh: {verdict}", file=sys.stderr)
         return 1
-    except (parts.Refused, GitFailed, apply_patch.Stop) as refusal:
+    except (apply_patch.Stop, GitFailed) as refusal:
         print(f"make_patch.sh: {refusal}", file=sys.stderr)
         return 3
     except OSError as error:

