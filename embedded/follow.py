@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradloc.tools.figures import count
+
 # A phase ends with the line of the log that contains its mark.
 PHASES = (
     ("starting Ray", "Started a local Ray instance"),
@@ -21,10 +23,6 @@ TOKEN_NORM = "actor/gradloc/token_norm_max"
 
 # Rich assumes 80 columns where the output is not a terminal. The line of a step is longer.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-
-
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
@@ -41,10 +39,10 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
         parts.append("(all answers to each prompt got the same reward: nothing to learn)")
     if metrics.get("actor/gradloc/triggered"):
         culprits, passes = (metrics.get(f"actor/gradloc/{key}", 0) for key in ("culprits", "passes"))
-        parts.append(f"SPIKE: {plural(int(culprits), 'culprit')} in {plural(int(passes), 'pass', 'es')}")
+        parts.append(f"SPIKE: {count(int(culprits), 'culprit')} in {count(int(passes), 'pass', 'passes')}")
     if metrics.get("actor/token_clip/over"):
         over, cut = (int(metrics.get(f"actor/token_clip/{key}", 0)) for key in ("over", "cut"))
-        parts.append(f"TokenClip: {cut} of {plural(over, 'outlying signal')} cut")
+        parts.append(f"TokenClip: {cut} of {count(over, 'outlying signal')} cut")
     if "actor/gradloc/drill_found" in metrics:
         parts.append(f"DRILL: {'found' if metrics['actor/gradloc/drill_found'] else 'NOT found'}")
     if "timing_s/step" in metrics:
@@ -56,7 +54,7 @@ def summary(logged: dict[int, dict[str, float]]) -> str:
     """One sentence on the spikes in all steps."""
     if not logged:
         return "No step was completed."
-    steps = plural(len(logged), "step")
+    steps = count(len(logged), "step")
     watched = {step: metrics for step, metrics in logged.items() if TOKEN_NORM in metrics}
     if not watched:
         return f"{steps} completed, none with GradLoc's metrics."

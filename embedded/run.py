@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from follow import follow, plural  # type: ignore[import-not-found]  # this file's folder is on the path
+from follow import follow  # type: ignore[import-not-found]  # this file's folder is on the path
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -27,6 +27,7 @@ from processes import exit_code, exit_on_signals, session  # type: ignore[import
 from set_up import locked, prepare, refuse, say  # type: ignore[import-not-found]
 
 from gradloc.replay.advice import REPAIR, recommended
+from gradloc.tools.figures import count
 
 # The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/spike_stop.py), and how the
 # sentence begins that such a run ends with.
@@ -66,7 +67,7 @@ def drill_verdict(events: Sequence[dict[str, Any]], step: int) -> str:
     for event in reversed(events):
         if event.get("drill") and event["global_step"] == step:
             drill = event["drill"]
-            passes = plural(drill["passes"], "extra pass", "es")
+            passes = count(drill["passes"], "extra pass", "extra passes")
             found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see the log"
             return f"Drill in step {step}: the planted token was {found} ({passes}, {event['seconds']:.0f} s)"
     return f"THE DRILL OF STEP {step} LEFT NO EVIDENCE, so detection was not tested: see the log"

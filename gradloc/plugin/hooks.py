@@ -117,17 +117,14 @@ def _refuse_older(trainer: Any) -> None:
 
 def _refuse_in(trainer: Any, refuse: Callable[[Any], None]) -> None:
     """Calls `refuse` before a trainer of this class is built for a run that uses GradLoc."""
-    build = trainer.__init__
-    signature = inspect.signature(build)
+    signature = inspect.signature(trainer.__init__)
 
-    @functools.wraps(build)
-    def refuse_or_build(self: Any, *args: Any, **kwargs: Any) -> None:
+    @around(trainer, "__init__")
+    def refuse_or_build(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         config = signature.bind_partial(self, *args, **kwargs).arguments.get("config")
         if config is not None and is_on(config.actor_rollout_ref.actor):
             refuse(self)
         build(self, *args, **kwargs)
-
-    trainer.__init__ = refuse_or_build
 
 
 def add_spike_log_to_trackers(module: ModuleType) -> None:
