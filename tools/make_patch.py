@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import apply_patch
     from tools.patching import checkout, parts
-    from tools.patching.scratch_git import GitFailed, Scratch
+    from tools.patching.scratch_git import Scratch
 except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
     sys.exit(3)
@@ -107,12 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(dir=Path(place).resolve(strict=True), ignore_cleanup_errors=True) as folder:
             act(args, Scratch(Path(folder)))
-    except parts.OutOfDate as verdict:
-        print(f"make_patch.sh: {verdict}", file=sys.stderr)
-        return 1
-    except (apply_patch.Stop, GitFailed) as refusal:
-        print(f"make_patch.sh: {refusal}", file=sys.stderr)
-        return 3
+    except apply_patch.Stop as stop:
+        print(f"make_patch.sh: {stop}", file=sys.stderr)
+        return stop.code
     except OSError as error:
         print(f"make_patch.sh: failed ({apply_patch.one_line(error)}); TMPDIR is {place}", file=sys.stderr)
         return 3

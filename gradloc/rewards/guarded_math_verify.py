@@ -19,15 +19,8 @@ timeout can interrupt. So a pool of persistent worker processes, one pool per ca
 be used from any thread, asyncio executor or Ray actor. Workers are forked from a process that has imported Math-Verify
 and nothing else, so that a killed one is replaced at once.
 
-Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable:
-
-    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds of CPU time per answer, at most a day; ten times that by the clock.
-    workers, VERL_MATH_VERIFY_WORKERS: worker processes per calling process.
-    memory_mb, VERL_MATH_VERIFY_MEMORY_MB: MiB of address space for a worker, of which an answer finds half free.
-    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared. Where these
-        leave a truth less than half as many significant digits, so many digits are compared.
-    gold_extraction_target, VERL_MATH_VERIFY_GOLD_TARGET: what the truth is: latex, expr (arithmetic), string (A to D).
-    pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response.
+Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable, such as
+VERL_MATH_VERIFY_TIMEOUT; docs/reference/rewards.md lists them. Of a worker's memory, an answer finds half free.
 """
 
 import contextlib

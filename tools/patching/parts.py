@@ -17,6 +17,7 @@ from apply_patch import FILES, LICENCE, MARKER, PACKAGE, Stop, Target
 from tools.patching.scratch_git import File, Files, GitFailed, Scratch
 
 ROOT = apply_patch.HERE
+OUT_OF_DATE = 1  # the exit code if something is not as the sources produce it
 say = functools.partial(apply_patch.say, name="make_patch.sh")
 
 
@@ -129,14 +130,10 @@ def new_files(base: Files, scratch: Scratch) -> Files:
     new = {change.path: there[change.path] for change in apply_patch.new_files()}
     for path in sorted(there):
         if path in base:
-            raise OutOfDate(f"{FILES}/{path} would replace a file of verl's own; rename it")
+            raise Stop(f"{FILES}/{path} would replace a file of verl's own; rename it", OUT_OF_DATE)
         if path not in new:
-            raise OutOfDate(f"{FILES}/{path} is of a kind that the patch does not carry; move it away")
+            raise Stop(f"{FILES}/{path} is of a kind that the patch does not carry; move it away", OUT_OF_DATE)
     return new
-
-
-class OutOfDate(Exception):
-    """The verdict, with a sentence that says what is not as the sources produce it."""
 
 
 def check(targets: list[Target], tree: Path | None, scratch: Scratch) -> None:
@@ -152,9 +149,9 @@ def whole(part: Path) -> bytes:
     """A part of the patch, if it is there and as its checksum says."""
     patch = read(part)
     if patch is None:
-        raise OutOfDate(f"{part} is missing; run make_patch.sh --repo on a development checkout")
+        raise Stop(f"{part} is missing; run make_patch.sh --repo on a development checkout", OUT_OF_DATE)
     if read(part.with_name(f"{part.name}.sha256")) != checksum_line(patch, part.name):
-        raise OutOfDate(f"{part}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh")
+        raise Stop(f"{part}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh", OUT_OF_DATE)
     return patch
 
 
@@ -167,10 +164,10 @@ def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scra
         try:
             files = scratch.apply(before, patch, "--whitespace=error-all")
         except GitFailed as error:
-            raise OutOfDate(f"{part} does not apply to {tree}: {error.lines[0]}") from None
+            raise Stop(f"{part} does not apply to {tree}: {error.lines[0]}", OUT_OF_DATE) from None
         if bad := broken_module(files, before, scratch):
-            raise OutOfDate(f"{part} is broken: {bad}")
+            raise Stop(f"{part} is broken: {bad}", OUT_OF_DATE)
         if scratch.diff(before, files) != patch:
-            raise OutOfDate(f"{part} is in other bytes than make_patch.sh --repo would write it")
+            raise Stop(f"{part} is in other bytes than make_patch.sh --repo would write it", OUT_OF_DATE)
         check_taken(patch, before, files, scratch)
     say(f"the patch for verl {target.version} is as make_patch.sh writes it; it applies and reverses")

@@ -44,7 +44,7 @@ class File(NamedTuple):
 Files = dict[str, File]  # by path
 
 
-class GitFailed(Exception):
+class GitFailed(apply_patch.Stop):
     """git ended with an error; `lines` are what it said, at least one."""
 
     def __init__(self, command: str, code: int, said: bytes):
