@@ -17,7 +17,7 @@ from evidence import drill, spike
 from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
 from process_ids import is_alive
-from scripts import follow, launch, processes, run, set_up
+from scripts import follow, launch, prepare, processes, run, set_up
 
 import trees
 from gradloc import record_events
@@ -295,6 +295,10 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
             project.set_up()
     project.write("failing", "")
     assert project.set_up()[-1] == "apply_patch.py --installed --no-install"
+
+
+def test_the_data_are_those_of_the_documented_runs() -> None:
+    assert [prepare.make_sum(seed) for seed in (1, 2, 3)] == [("4 - 1", 3), ("1 + 5", 6), ("5 - 9", -4)]
 
 
 SESSION = f"""
