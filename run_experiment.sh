@@ -48,7 +48,8 @@ for argument; do
     [[ $argument == --embedded ]] || continue
     # shellcheck source=embedded/find_python.sh
     source "$root/embedded/find_python.sh"
-    python=$(first_python 'sys.version_info >= (3, 10) or sys.exit(1)' python3.{11,12,10} python3) ||
+    # With --help, --dry-run or --python, any that is recent enough will do.
+    python=$(find_python || first_python 'sys.version_info >= (3, 10) or sys.exit(1)' python3.{11,12,10} python3) ||
         refuse "no Python 3.10 or later was found: install one"
     exec "$python" -E -s "$root/embedded/launch.py" "$@"
 done

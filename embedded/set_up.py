@@ -11,6 +11,7 @@ import ast
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -75,14 +76,14 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False, ro
     """Installs what verl `target` needs, then this project, into `venv`; and patches the verl in it, or does not."""
     python, embedded = venv / "bin/python", root / "embedded"
     requirements, *no_deps = requirements_of(target, root, rollout)
-    base = _find_python(embedded / "find_python.sh")
-    version = subprocess.run([base, "-VV"], stdout=subprocess.PIPE, check=True).stdout
-    pins = "\n".join(_requirements(requirements)).encode()
-    wanted = _hash(version + pins, *no_deps, embedded / "requirements-uv.txt")
+    if not (3, 10) <= sys.version_info[:2] <= (3, 12) or importlib.util.find_spec("ensurepip") is None:
+        refuse("no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one with --python")
+    pins = "\n".join([sys.version, *_requirements(requirements)])
+    wanted = _hash(pins.encode(), *no_deps, embedded / "requirements-uv.txt")
     if not _is(venv / "ready", wanted):
         say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
-        subprocess.run([base, "-m", "venv", str(venv)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
         installer = Installer(python)
         installer.install("-r", str(requirements))
@@ -119,14 +120,6 @@ def prepare(directory: Path, tiny: bool, root: Path) -> None:
         size = ["--tiny", "32" if "vllm" in directory.parent.name else "16"] if tiny else []
         subprocess.run([sys.executable, program, directory, *size], check=True)
         _note(directory / "ready", wanted)
-
-
-def _find_python(script: Path) -> str:
-    command = ["bash", "-c", 'source "$1" && find_python', "bash", str(script)]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if found.returncode:
-        refuse("no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one with --python")
-    return found.stdout.rstrip("\n")
 
 
 def _name_vllm(python: Path) -> None:

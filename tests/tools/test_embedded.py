@@ -166,7 +166,6 @@ case "$asked" in *"quiet --quiet"*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"
 echo "$asked" >>asked
 case "$0" in */uv) env >environment ;; esac
 case "$asked" in
-    *sys.executable*) echo "$0" ;;
     *sysconfig*) echo {place}/site ;;
     "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"config list") cat pip.conf ;;
@@ -187,10 +186,10 @@ class Project:
         self.write("patches/0.7.0/PIN", f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n")
         self.write("embedded/requirements-0.7.0.txt", "-r more.txt\ntorch==2\n")
         self.write("embedded/more.txt", "# more\nray==3 --hash=sha256:1 --hash=sha256:2\n")
-        for name in ("requirements-no-deps.txt", "requirements-uv.txt", "find_python.sh"):
+        for name in ("requirements-no-deps.txt", "requirements-uv.txt"):
             self.write(f"embedded/{name}", (trees.ROOT / "embedded" / name).read_text())
-        self.write("bin/python3.11", PYTHON.format(place=place), 0o755)
-        monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
+        self.write("bin/python", PYTHON.format(place=place), 0o755)
+        monkeypatch.setattr(sys, "executable", f"{place}/bin/python")
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         trees.write(self.place / name, text, mode)
@@ -200,7 +199,7 @@ class Project:
         (self.place / "asked").write_text("")
         set_up.set_up_venv(self.place / "venv", "0.7.0", self.place, **options)
         lines = (self.place / "asked").read_text().replace(f"{self.place}/", "").splitlines()
-        return [line.removeprefix("-m ") for line in lines if not re.match("-c|-VV|-m pip config", line)]
+        return [line.removeprefix("-m ") for line in lines if not re.match("-c|-m pip config", line)]
 
 
 @pytest.fixture
@@ -285,6 +284,16 @@ def test_hashes_are_checked_where_they_are_known(project: Project, machine: str,
     project.write("pip.conf", "global.pre='true'")
     project.write("embedded/requirements-0.7.0.txt", "ray==4 --hash=sha256:1\n")
     assert unchecked == (f"{PIP} -r ray==4" in project.set_up()) == (machine != "x86_64")
+
+
+@cases("version", (3, 9, 2), (3, 13, 0))
+def test_a_python_that_verl_cannot_be_installed_with(
+    project: Project, version: tuple, monkeypatch: Patch, capsys: Capsys
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit):
+        project.set_up()
+    assert "no Python 3.10, 3.11 or 3.12 with the venv module" in capsys.readouterr().err
 
 
 def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> None:
