@@ -372,7 +372,7 @@ class Event(_Event, total=False):
     warnings: list[RunWarning]  # as in `steps.jsonl`
     # the [verdict](verdict.md#the-verdict-on-a-spike): `cause`, `facts`, and what a warning says
     verdict: Verdict | None
-    summary: str  # one sentence
+    summary: str  # what was found, and where
 
 
 class ClippedToken(ShortTexts):
