@@ -166,7 +166,7 @@ def _steps(paths: Sequence[Path]) -> Iterator[tuple[int | None, Told]]:
 def _records(path: Path) -> Iterator[Record]:
     """The records of a file; of one of prime-rl's exports, the responses that have tokens of the loss."""
     for place, fields in (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path):
-        if isinstance(fields, dict) and {"token_ids", "loss_mask"} <= fields.keys():
+        if path.match(_EXPORT) and isinstance(fields, dict) and {"token_ids", "loss_mask"} <= fields.keys():
             start = next((i for i, trained in enumerate(fields["loss_mask"]) if trained), None)
             if start is None:
                 continue

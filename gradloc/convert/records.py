@@ -103,6 +103,8 @@ def read_record(
         raise RecordError(f"{place} is not an object with fields.")
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     _check_ids({name for name, value in fields.items() if value is not None}, place)
+    if "response_ids" in known:
+        known.pop("response_length", None)  # which it has
     for name, (what, holds) in _SINGLE.items():
         if name in known and not holds(known[name]):
             given = repr(known[name])

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a broken identity is called: the closed form that explains its residual, or its own name if none does.
 
-Each function takes the readings of the update and the residual that is most off, and gives a key of `_TEXTS`.
+Each function takes the readings of the update and the residual that is most off.
 """
 
 import math
@@ -37,7 +37,7 @@ class Form:
 
 # By name, then by key, what is wrong: formats of the readings and of what a function adds.
 _CLAIMS: Mapping[str, Mapping[str, str]] = {
-    "nonfinite": {"nonfinite": "{what} are NaN or infinite in {count:.0f} response(s)"},
+    "nonfinite": {"nonfinite": "{what} are NaN or infinite in {count:.0f} of the responses"},
     "mask": {
         "sampled.inverted": "The response mask is inverted: sampled tokens are not trained, and others are",
         "sampled.last_lost": "The last token that the rollout sampled, usually the end token (EOS), is not trained",
@@ -145,7 +145,6 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
 }
 # By key, or by the name of several, where to look or what to try, if that is more than the claim says.
 LOOKS: Mapping[str, str] = {
-    "nonfinite": "One bad reward breaks the advantages of its whole group.",
     "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
     "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
     "padding); if these were sampled, their log-probs were lost.",
@@ -173,6 +172,7 @@ LOOKS: Mapping[str, str] = {
     "loss.opposite": "Look at what takes the size of advantages or ratios (abs, square, clamp).",
     "loss.against": "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
     "loss.without": "Look at whether the loss function takes `rollout_is_weights`.",
+    "loss.entropy_off": "Look at its sign, and at what it is scaled by.",
     "loss.clipped_wrong": "Look at min and max in the clipped loss.",
     "loss": "Look for a term that is added or left out, and for factors of single tokens.",
     "last_pass": "Look for a zero_grad between micro-batches, or for overwritten gradients.",
@@ -225,7 +225,7 @@ def sampled(now: Readings, residual: str) -> Form:
 
 def old(now: Readings, residual: str) -> Form:
     is_slope = now.get("old.slope", 0.0) > EXPLAINS
-    how = f", as with another temperature (slope {now['old.slope_is']:.3g})" if is_slope else ""
+    how = f", as with another temperature, of slope {now['old.slope_is']:.3g}" if is_slope else ""
     return _misaligned(now, "old") or _form("old", now, how=how)
 
 
@@ -318,9 +318,8 @@ def _where(now: Readings) -> str:
         return ", evenly up to a limit, as if they were rounded"
     if now["rollout.far"] < MOST and _is_split(now):
         return (
-            f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses and by "
-            f"{now['rollout.near_gap']:.2g} in the others; look at what these have in common, as a worker, or a kind "
-            "of prompt"
+            f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses, as of one worker or "
+            f"one kind of prompt, and by {now['rollout.near_gap']:.2g} in the others"
         )
     return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 
@@ -328,9 +327,9 @@ def _where(now: Readings) -> str:
 def reference(now: Readings, residual: str) -> Form:
     if residual == "reference.same":
         return _form(residual, now)
-    # Those of another model may be unrelated.
-    form = _moved if residual == "reference.first_gap" else _misaligned
-    return form(now, "reference") or _form(residual, now)
+    if residual == "reference.first_gap":  # log-probs of another model may be unrelated
+        return _moved(now, "reference") or _form(residual, now)
+    return _misaligned(now, "reference") or _form("reference.jump", now)
 
 
 def loss(now: Readings, residual: str) -> Form:

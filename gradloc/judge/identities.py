@@ -288,8 +288,8 @@ class Found:
 
 
 def _as_lasting(times: float) -> float:
-    """What counts in one update as much as so many times the usual in several."""
-    return min(times, 1e99) ** LASTS
+    """So many times the usual, where one update shows what otherwise has to last."""
+    return times**LASTS if times < LEVEL else times * LEVEL ** (LASTS - 1)
 
 
 def measured(records: Records, at_once: bool = False) -> Record:

@@ -36,8 +36,9 @@ SOURCES: Mapping[str, Rule] = {
         "Single tokens have NaN or infinite gradients",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
-        "If none of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is, look at the "
-        "weights, and before the optimizer step at the gradient of the first of the event's `broken_parameters`.",
+        "If none of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN or "
+        "infinite, look at the weights, and before the optimizer step at the gradient of the event's first of "
+        "`broken_parameters`.",
     ),
     "unsampled": Rule(
         "Tokens that the policy did not produce are trained on",

@@ -187,7 +187,9 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
     if not ("reference.gap" in was and "reference.gap" in now):
         return {}
     gap, known = was["reference.gap"], was.get("reference.known", math.inf)
-    known = (known if gap > 2 * known else max(gap, GAP)) + (0.0 if before is None else before.moved)
+    moved, streaks = (0.0, {}) if before is None else (before.moved, before.streaks)
+    is_off = any(streaks[name].score for name in ("rollout_log_probs", "reference") if name in streaks)
+    known = (known if is_off and gap > 2 * known else max(gap, GAP)) + moved
     agrees = "step.gap" in was and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
     return {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": now["reference.gap"] / known}
 

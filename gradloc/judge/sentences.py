@@ -26,13 +26,14 @@ _SHOWN = {
     "nonfinite": "no single token is the cause",
     "overflow": "the scaled fp16 gradients overflowed, while log-probs and advantages are finite",
     "under": "searched in its bundle: no micro-batch is over its threshold",
-    "unsearched": "converted",
+    "unsearched": "converted, not searched",
 }
 
 
 def lowered(sentence: str) -> str:
-    """A sentence to come after a colon: with a small letter, unless its first word is an abbreviation."""
-    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() or sentence[1:2] == " " else sentence
+    """A sentence to come after a colon: with a small letter, unless its first word has other capitals."""
+    rest = sentence.partition(" ")[0][1:]
+    return sentence[:1].lower() + sentence[1:] if rest == rest.lower() else sentence
 
 
 def describe(event: Event) -> str:
@@ -84,7 +85,7 @@ def token_in_words(token: Mapping[str, Any]) -> str:
 def _shown(event: Event) -> str:
     """What the search has shown, with the parts of a diffuse spike, an error, or the most suspicious token."""
     diagnosis = event["diagnosis"]
-    found = _SHOWN.get(diagnosis, "")
+    found = "" if diagnosis == "nonfinite" and event["culprits"] else _SHOWN.get(diagnosis, "")
     if diagnosis == "diffuse" and (tokens := sum(part["tokens"] for part in event["diffuse"])):
         over = "over " if event.get("more_diffuse") else ""
         rows = _count(sum(len(part["rows"]) for part in event["diffuse"]), "response")

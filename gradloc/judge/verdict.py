@@ -85,7 +85,8 @@ def _of_run(event: Event) -> _Found | None:
     since = "" if first.get("since") is None else f" since step {first['since']}"
     start = f"The data path is broken{since}: "
     also = ", ".join(each["name"] for each in warnings[1:])
-    sentence = start + lowered(found["sentence"]) + (f" Also broken: {also}." if also else "")
+    said_once = lowered(found["sentence"].replace(f" the usual{since})", " the usual)", 1))
+    sentence = start + said_once + (f" Also broken: {also}." if also else "")
     return first["name"], {**found, "claim": start + lowered(found["claim"]), "sentence": sentence}
 
 
@@ -197,7 +198,7 @@ def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
     rewards = Counter(rows[place].score for place in places if place in rows)
     known: Counter[float | None] = Counter(row.score for row in rows.values() if row.score is not None and row.largest)
     reward, count = rewards.most_common(1)[0] if rewards else (None, 0)
-    # In no response with an advantage, or in many, it is nothing that stands out.
+    # A reward that many others have does not stand out; nor is anything known where none has an advantage.
     usual = known[reward] / known.total() if known else 1.0
     if reward is None or count < EXPLAINS * len(places) or usual * LEVEL > 1:
         return ""

@@ -217,12 +217,13 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     else:
         result["remedies"], result["remedy_notes"] = replay.remedies
     result["same_weights"] = same_weights(result)
-    of_tokens = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())["warnings"]
-    of_loss = next((each["factor"] for each in of_tokens if each["name"] == "loss_scale"), None)
+    of_tokens = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
+    of_loss = next((each["factor"] for each in of_tokens["warnings"] if each["name"] == "loss_scale"), None)
     result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    result["sentences"] = [*(each["sentence"] for each in event.get("warnings", ())), *sentences(result)]
+    said = event if "identities" in event else of_tokens  # older releases had no identities
+    result["sentences"] = [*(each["sentence"] for each in said["warnings"]), *sentences(result)]
     return result
 
 

@@ -24,10 +24,11 @@ from ..config import GradLocConfig
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
-from ..judge import judged
+from ..judge import judged, of_one_step
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
+from ..measure.update_facts import own_facts
 from ..search.investigation import TimeLimit, investigate
 from ..tools.command_line import say
 from ..tools.opening import Bundle
@@ -125,7 +126,9 @@ def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, bud
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
-        of_run: Any = {"identities": event.get("identities", {}), "warnings": event.get("warnings", [])}
+        of_run: Any = event
+        if "identities" not in event:  # older releases had none
+            of_run = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: of_run, medians))
     if collectives.rank() == 0:

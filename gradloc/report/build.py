@@ -62,7 +62,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
     rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
-    causes = [event["verdict"]["cause"] for event in summary["largest_events"][:1] if event["verdict"] is not None]
+    verdicts = [str((event["verdict"] or {}).get("sentence")) for event in summary["largest_events"][:1]]
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
@@ -73,7 +73,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
                 (
                     visible(f"{each['when']}: {each['sentence']}"),
                     [visible(each["check"])],
-                    "said" * (each["name"] in causes),
+                    "said" * any(lowered(each["sentence"].partition(" (")[0]) in verdict for verdict in verdicts),
                 )
                 for each in summary["warnings"]
             ),

@@ -135,6 +135,8 @@ def run_chart(
             point = Point(drill["global_step"], drill["level"], (drill["text"], ()))
             marks[_FOUND if drill["found"] else _FAILED].append(point)
     points = (*line, *threshold.points, *chain.from_iterable(marks.values()))
+    if not points:
+        return None
     y = log_axis("gradient norm of a token", [point.y for point in points])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
     for step, clip in clips.items():

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -86,12 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=NOT_NEGATIVE, default=120.0, help=how_long)
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
-    try:
-        path = find_model(options.model)
-    except CannotReplayError as error:
-        print(f"selftest: {error}", file=sys.stderr)
-        return 2
-    with process_group(alone=True) as device:
+    with ExitStack() as stack:
+        try:
+            path = find_model(options.model)
+            device = stack.enter_context(process_group(alone=True))
+        except CannotReplayError as error:
+            print(f"selftest: {error}", file=sys.stderr)
+            return 2
         attention = options.attention or (FLASH if device.type == "cuda" and find_spec("flash_attn") else "sdpa")
         try:
             model = build_model(path, options.random_weights, attention, device, options.trust_remote_code)

@@ -515,6 +515,33 @@ def test_what_is_broken_is_named(spoil: Any, begin: int, name: str, said: str) -
     assert any(BY_NAME[first["identity"]].holds in line for each in found for line in each["news"])
 
 
+@cases("identity", *BY_NAME)
+def test_each_residual_alone_has_a_name(identity: str) -> None:
+    run = Run()
+    for step, update in enumerate(run_of(3), 1):
+        run.start_update(step)
+        run.take_in(next(mini_batches(update, False)).tolist())
+        run.take_in_layers(*update.layers)
+        run.take_in_rows(update.rows)
+        run.add_step(RATE)
+    readings = run.state_dict()["records"][-1]["readings"]
+    known = {"advantages.power": 2.0, "loss.kl": 2.0, "loss.entropy": 2.0}  # of what this run has not
+    for residual in BY_NAME[identity].residuals:
+        form = BY_NAME[identity].form({**readings, **known, residual.name: 1e3}, residual.name)
+        assert form.name and form.claim and "{" not in form.claim
+
+
+@cases("column", "rollout_log_prob", "ref_log_prob")
+def test_short_responses_whose_log_probs_are_moved_are_told(column: str) -> None:
+    """They are too short for a correlation of their own."""
+    update = copy.deepcopy(run_of(1)[0])
+    tokens = {name: values[:, :6].clone() for name, values in update.tokens.items()}
+    tokens[column] = torch.cat([tokens[column][:, 1:], tokens[column][:, :1]], 1)
+    answer = of_one_step(own_facts([tokens], loss_agg_mode="token-mean").tolist())
+    identity = "reference" if column == "ref_log_prob" else "rollout_log_probs"
+    assert answer["identities"][identity]["state"] == "broken"
+
+
 def test_a_reference_of_other_weights_is_named_before_the_first_step() -> None:
     found = answers(run_of(3), 1, of_column("ref_log_prob", scored_otherwise(0.3)))
     (warning,) = found[0]["warnings"]
