@@ -199,6 +199,7 @@ def test_a_verdict_in_brief(said: dict[str, str], brief: str) -> None:
     assert found is not None and words.brief(found) == brief
     # After a colon a sentence begins with a small letter.
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
+    cases |= {"TokenClip fits best": "TokenClip fits best", "NaN or Inf": "NaN or Inf", "`a` is NaN": "`a` is NaN"}
     assert {text: words.lowered(text) for text in cases} == cases
 
 

@@ -295,6 +295,7 @@ def test_the_wrong_field_of_a_record_is_named(
 
 def test_nan_is_kept_on_request_and_may_be_behind_the_mask(convert: Any) -> None:
     lines = records()
+    lines[0]["response_length"] = 2.5  # not read beside response_ids
     lines[2]["log_probs"][1] = math.nan
     lines[2]["advantages"] = [-0.0, None, math.inf, -0.0]
     bundle = convert(lines, "--kl-coef", "0.1")

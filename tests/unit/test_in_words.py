@@ -64,6 +64,7 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
     "1 culprit in 1 response.": [
         event(culprit("nonfinite", advantage=math.nan)),
         event(culprit("nonfinite", advantage=0.0), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
+        event(culprit("nonfinite", advantage=math.nan), diagnosis="nonfinite"),
     ],
     f"N{DIFFUSE}; {ONE.replace(' in', ', over the threshold alone, in', 1)}.": [
         event(culprit(), diagnosis="diffuse", diffuse=[PART])
