@@ -87,7 +87,8 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
     assert not (event["complete"] or event["explained"] or event["out_of_time"] or event["applied"])
     assert event["trigger"] == {"kind": "global", "norm": 5e3, "threshold": 75.0}
     assert event["verdict"]["cause"] is None and event["verdict"]["check"] == CHECK_UNSEARCHED
-    assert event["summary"] == ("Converted; the most suspicious: token of rank 0, row 3, position 2, with p = 0.00012.")
+    most = "token of rank 0, row 3, position 2, with p = 0.00012"
+    assert event["summary"] == f"Converted, not searched; the most suspicious: {most}."
     of_three = judged(event_of(micro_batches(), world_size=3))
     valid_events(json.dumps([of_three]))
     assert "the most suspicious on rank 0 (2 other ranks not looked at): token of rank 0" in of_three["summary"]
