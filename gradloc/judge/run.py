@@ -14,7 +14,7 @@ from .changes import changes
 from .forms import Form
 from .identities import BY_NAME, Found, check, may_be_late, measured
 from .readings import COLUMNS, Layers, of_layers, of_rows, of_tokens
-from .records import Record, as_state, from_state, latest
+from .records import Record, Streak, as_state, from_state, latest
 from .said import said
 
 # So many steps after a loaded checkpoint, warnings say that there was one.
@@ -181,16 +181,14 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
 
     If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
     """
-    was: Mapping[str, float] = {} if before is None else before.readings
     if before is None and not now["has_moved"]:
-        was = {"reference.gap": 0.0}
-    if not ("reference.gap" in was and "reference.gap" in now):
+        before = Record(readings={"reference.gap": 0.0})
+    if before is None or not ("reference.gap" in before.readings and "reference.gap" in now):
         return {}
-    gap, known = was["reference.gap"], was.get("reference.known", math.inf)
-    moved, streaks = (0.0, {}) if before is None else (before.moved, before.streaks)
-    is_off = any(streaks[name].score for name in ("rollout_log_probs", "reference") if name in streaks)
-    known = (known if is_off and gap > 2 * known else max(gap, GAP)) + moved
-    agrees = "step.gap" in was and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
+    gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
+    is_off = any(before.streaks.get(name, Streak()).score for name in ("rollout_log_probs", "reference"))
+    known = (known if is_off and gap > 2 * known else max(gap, GAP)) + before.moved
+    agrees = "step.gap" in before.readings and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
     return {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": now["reference.gap"] / known}
 
 
