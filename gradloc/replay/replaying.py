@@ -17,6 +17,7 @@ from torch import Tensor
 from ..bundles import limits
 from ..evidence.writer import jsonable
 from ..judge import of_one_step
+from ..lines import Answer
 from ..measure.update_facts import own_facts
 from ..tools.command_line import say
 from ..tools.figures import severity
@@ -164,6 +165,11 @@ class Replay:
         )
 
 
+def said_of_tokens(bundle: Bundle) -> Answer:
+    """What the judge says of a bundle's tokens alone."""
+    return of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
+
+
 def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -217,7 +223,7 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     else:
         result["remedies"], result["remedy_notes"] = replay.remedies
     result["same_weights"] = same_weights(result)
-    of_tokens = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
+    of_tokens = said_of_tokens(bundle)
     of_loss = next((each["factor"] for each in of_tokens["warnings"] if each["name"] == "loss_scale"), None)
     result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:

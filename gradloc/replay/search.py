@@ -24,17 +24,16 @@ from ..config import GradLocConfig
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
-from ..judge import judged, of_one_step
+from ..judge import judged
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
-from ..measure.update_facts import own_facts
 from ..search.investigation import TimeLimit, investigate
 from ..tools.command_line import say
 from ..tools.opening import Bundle
 from .model import Model, cut_row, has_dropout, logits_of, response_log_probs
 from .model import forward as forward_row
-from .replaying import log_prob_distance
+from .replaying import log_prob_distance, said_of_tokens
 
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_CONVERTED, _WIDTH = 8, 64
@@ -128,7 +127,7 @@ def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, bud
         medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
         of_run: Any = event
         if "identities" not in event:  # older releases had none
-            of_run = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
+            of_run = said_of_tokens(bundle)
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: of_run, medians))
     if collectives.rank() == 0:
