@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evidence.writer import jsonable
-from ..report.identities import identities_of, identities_table
+from ..report.identities import identities_of, identity_rows
 from ..report.view import Column, Table
 from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
@@ -107,8 +107,8 @@ def _say(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]], opti
 def _of_identities(evidence: Evidence) -> Table:
     """The report's table without lines over the run, and with what holds where nothing is to be said."""
     columns = Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is")
-    rows: Any = identities_table(evidence).rows
-    return Table("", columns, [(name, state, times, what or holds) for (holds, name), state, times, _, what in rows])
+    rows = identity_rows(evidence)
+    return Table("", columns, [(name, state, times, what or holds) for holds, name, state, times, _, what in rows])
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:

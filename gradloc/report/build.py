@@ -12,7 +12,7 @@ from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
 from .charts import HINTS, clips_chart, levels, run_chart, steps_or_numbers
-from .identities import HINT, identities_table, said_of
+from .identities import HINT, identity_rows, said_of
 from .replays import next_said, replay_tables
 from .spike_view import (
     CULPRITS,
@@ -62,7 +62,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
     rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
-    verdicts = [str((event["verdict"] or {}).get("sentence")) for event in summary["largest_events"][:1]]
+    said = _said_by_verdict(largest_of(evidence, 1))
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
@@ -73,7 +73,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
                 (
                     visible(f"{each['when']}: {each['sentence']}"),
                     [visible(each["check"])],
-                    "said" * any(lowered(each["sentence"].partition(" (")[0]) in verdict for verdict in verdicts),
+                    "said" * (each.get("identity", each["name"]) in said),
                 )
                 for each in summary["warnings"]
             ),
@@ -98,10 +98,10 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         _add_spikes(view, evidence, culprits, details)
         view.texts["lead"] = _lead(summary, evidence)
         if view.identities:
-            found: Any = identities_table(evidence).rows
-            states = [[name, (state, what), line] for (_, name), state, _, line, what in found]
+            found = identity_rows(evidence)
+            states = [[name, (state, what), line] for _, name, state, _, line, what in found]
             view.tables["identities"] = Table(view.identities[0], IDENTITIES, states, HINT)
-            view.help = [*((name, holds) for (holds, name), *_ in found), *view.help]
+            view.help = [*((name, holds) for holds, name, *_ in found), *view.help]
         view.warnings = [remark for remark in view.warnings if remark[2] != "said"]
         view.facts = [] if len(view.spikes) == 1 else view.facts  # those of the only spike are said of it
         if not evidence.texts:
@@ -151,6 +151,13 @@ def _alarms(summary: Summary) -> list[str]:
     faults = ", ".join(map(visible, summary["faults"]))
     found = [f"A fault was planted in this run on purpose: {faults}"] if faults else []
     return [*found, *filter(None, [summary["lost_spikes"]])]
+
+
+def _said_by_verdict(spikes: Sequence[Spike]) -> set[str]:
+    """The identities, or names, of the warnings that verdicts say: of each spike, the first with the cause's name."""
+    causes = [(spike.event.get("warnings", ()), (spike.verdict or {}).get("cause")) for spike in spikes]
+    firsts = (next((each for each in warnings if each["name"] == cause), None) for warnings, cause in causes)
+    return {each.get("identity", each["name"]) for each in firsts if each is not None}
 
 
 def _lead(summary: Summary, evidence: Evidence) -> str:

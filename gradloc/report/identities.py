@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said first: which identities hold, what is or was broken, and what has changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..judge.identities import BY_NAME
@@ -11,7 +11,7 @@ from ..levels import LASTS, LEVEL
 from ..tools.figures import SHORT_CHARACTERS, TEXT_CHARACTERS, clipped, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import as_a_command
-from .view import Cell, Table, sparkline
+from .view import Cell, sparkline
 
 # How many warnings are told apart, changes and spans of steps are shown, and points of a line drawn.
 _WARNINGS, _CHANGES, _SPANS, _POINTS = 64, 8, 8, 100
@@ -74,8 +74,8 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
     """The warnings of the steps and the critic's spikes, each identity or name once: first what is broken now.
 
     Returns:
-        list[dict]: `name`, and as it was said last `sentence` and `check`; `first_step` (None if unknown), `steps` (how
-            many), and these in words as `when`.
+        list[dict]: `identity`, if it is of one, `name`, and as it was said last `sentence` and `check`; `first_step`
+            (None if unknown), `steps` (how many), and these in words as `when`.
     """
     said = _warnings_by_step(evidence)
     now = [name for name, state in evidence.identities.items() if state["state"] == "broken"]
@@ -89,6 +89,7 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
             what = f"{key}{'' if name == key else f' ({name})'} {'is' if key in now else 'was'} broken"
         found.append(
             {
+                **({"identity": key} if "identity" in last else {}),
                 "name": name,
                 "sentence": clipped(last["sentence"]),
                 "check": as_a_command(last["check"], evidence.bundle, " The run has no bundle: each spike leaves one."),
@@ -134,29 +135,30 @@ def changes_of(evidence: Evidence) -> list[str]:
     return found[-_CHANGES:]
 
 
-def identities_table(evidence: Evidence) -> Table:
-    """What is known of each identity, in rows without heads: a part of each is shown, here and by `gradloc check`.
+def identity_rows(evidence: Evidence) -> list[tuple[str, str, str, str, Cell, str]]:
+    """What is known of each identity: a part of each row is shown, by the page and by `gradloc check`.
 
-    What holds, with its name; its state; how many times the usual it is off; the same over the run, as a line; when it
-    was off, or why it is not checked.
+    What holds; its name; its state; how many times the usual it is off; the same over the run, as a line; when it was
+    off, or why it is not checked.
     """
     warned, off = _warnings_by_step(evidence), _off_at_times(evidence)
-    rows: list[Sequence[Cell]] = []
+    rows = []
     for name, state in evidence.identities.items():
         told = off.get(name)
         if name in warned:
             form = [*warned[name].values()][-1]["name"]
             told = ("broken" if form == name else form) + _in_steps(warned[name])
         rows.append(
-            [
-                (BY_NAME[name].holds if name in BY_NAME else "–", visible(name)),
+            (
+                BY_NAME[name].holds if name in BY_NAME else "–",
+                visible(name),
                 _STATES[state["state"]],
                 short(evidence.times[name][evidence.checked_in]),
                 _line(evidence, name),
                 shown("; ".join(filter(None, [told, state["missing"]])), TEXT_CHARACTERS),
-            ]
+            )
         )
-    return Table("", (), rows)
+    return rows
 
 
 def _line(evidence: Evidence, name: str) -> Cell:
