@@ -3,12 +3,13 @@
 """How often the verdict names the cause of a run that it knows nothing about: docs/lab/blind.md.
 
 Faults and healthy settings are in blind_faults.py, the small RL stack in which they run in blind_world.py. Rules may be
-tuned on runs of the half "tuning" of the seeds; the half "test" is run once. Printed: for each kind the names that were
-said, faults of which nothing was said, and totals. Finished runs are kept in the results and not repeated.
+tuned on runs of even seeds, the half "tuning"; those of odd ones, "test", are run once. Printed: for each kind the
+names that were said, faults of which nothing was said, and totals. Finished runs are kept in the results and not
+repeated; with --record, what the judge was told in them, and with --again, it is asked again without training.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 
-    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/blind.py --results build/tuning.json --seeds 3
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/blind.py --results build/tuning.json --seeds 0 2 4
 
 With verl 0.9.1, VERL_USE_EXTERNAL_MODULES=embedded makes it take the CPU for one of its devices.
 
@@ -40,10 +41,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from blind_faults import FAULTS, HEALTHY, can_be_planted
-from blind_records import recorded
-from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of, times_in
+from blind_records import judged_again, recorded
+from blind_world import NATURAL_TAU, TAU, Setting, World, lines_in, said_in, start_of, times_in
 
-HALVES = ("tuning", "test")  # even and odd seeds
 STEPS_BEFORE, STEPS_AFTER = 4, 8
 STARTS = Path(__file__).resolve().parent.parent / "build/blind.starts"
 
@@ -69,7 +69,7 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record:
         seed (int): Draws the rest: the setting around a fault, its first step, the model, and whether there is a
             natural spike.
         starts (Path): Where trained start models are kept.
-        record (Path, optional): The file in which what the judge could see is kept.
+        record (Path, optional): The file in which what the judge is told is kept.
     """
     prepare_process()
     drawn = random.Random(f"{kind} {strength} {seed}")
@@ -96,14 +96,19 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record:
     tau = TAU if natural < 0 else NATURAL_TAU
     with tempfile.TemporaryDirectory() as folder:
         world = World(setting, start, seed, fault, strength, begin, tau, natural, folder)
-        with recorded(world, record):
+        with recorded(record):
             for _ in range(steps):
                 world.step()
-        said = [line for line in said_in(Path(folder)) if line[0] > begin]
-        times = times_in(Path(folder))
+        lines = lines_in(Path(folder))
     largest = max((norm for norm in world.token_norms[begin:] if norm == norm), default=0.0)
     why = f"norms up to {largest / start.token_norm / tau:.2g} τ, a gap of {max(world.gaps[begin:]):.2g} nats"
-    return Observed(said, name_of(said), begin + 1, why, natural >= 0, times)
+    return Observed(**observed(lines, begin + 1), begin=begin + 1, why=why, over_natural=natural >= 0)
+
+
+def observed(lines: Sequence[dict[str, Any]], begin: int) -> dict[str, Any]:
+    """What a user has seen in the lines of a run, but for what no line says."""
+    said = [line for line in said_in(lines) if line[0] >= begin]
+    return {"said": said, "name": name_of(said), "times": times_in(lines)}
 
 
 def name_of(said: Sequence[Sequence[Any]], what: int = 2) -> str | None:
@@ -200,11 +205,11 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="JSON file of the runs; those in it are not made")
-    parser.add_argument("--half", choices=HALVES, default="tuning", help="of the seeds (default: tuning)")
-    parser.add_argument("--seeds", type=int, default=1, help="of that half; each takes the next strength (default: 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each takes the next strength (default: 0)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="faults and healthy settings (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each on one core (default: 2)")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what the judge could see of each run")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what the judge is told in each run")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="ask the judge again of the runs recorded there")
     arguments = parser.parse_args()
     kinds = arguments.kinds or [kind for kind in [*FAULTS, *HEALTHY] if can_be_planted(kind)]
     if unknown := [kind for kind in kinds if kind not in FAULTS and kind not in HEALTHY]:
@@ -212,7 +217,7 @@ def main() -> None:
     path = arguments.results
     kept = json.loads(path.read_text()) if path.exists() else {}
     tasks = {}
-    for seed in range(HALVES.index(arguments.half), 2 * arguments.seeds, 2):
+    for seed in arguments.seeds:
         for kind in kinds:
             strengths = FAULTS[kind].strengths if kind in FAULTS else (None,)
             strength = strengths[([*FAULTS, *HEALTHY].index(kind) + seed // 2) % len(strengths)]
@@ -220,9 +225,17 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        if arguments.again:
+            tasks = {key: task for key, task in tasks.items() if key in kept}
+            answers = {key: pool.submit(judged_again, arguments.again / f"{key}.pickle") for key in tasks}
+            for key, lines in answers.items():
+                now = observed(lines.result(), kept[key]["begin"])
+                if now["name"] != kept[key]["name"]:
+                    print(f"{key}: {kept[key]['name']} before, and now {now['name']}", file=sys.stderr, flush=True)
+                kept[key] |= now
         # In any order, so that a benchmark that is stopped has a sample of all kinds.
         keys = random.Random(0).sample([key for key in tasks if key not in kept], len(tasks.keys() - kept.keys()))
-        files = {key: arguments.record and arguments.record / f"{key}.pt" for key in keys}
+        files = {key: arguments.record and arguments.record / f"{key}.pickle" for key in keys}
         missing = {pool.submit(run_case, *tasks[key], record=files[key]): key for key in keys}
         for done, future in enumerate(as_completed(missing), 1):
             if error := future.exception():

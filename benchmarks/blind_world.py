@@ -17,7 +17,7 @@ import io
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -462,31 +462,34 @@ def start_of(seed: int, length: int, folder: Path) -> Start:
     return Start(*torch.load(path, weights_only=True))
 
 
-def times_in(directory: Path) -> dict[str, float]:
+def lines_in(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run's steps, and of its spikes."""
+    paths = [path for name in ("steps.jsonl", "spikes.jsonl") if (path := directory / name).exists()]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def times_in(lines: Iterable[dict[str, Any]]) -> dict[str, float]:
     """The largest residual of each identity in a run, in times of the usual."""
     found: dict[str, float] = {}
-    path = directory / "steps.jsonl"
-    for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+    for line in lines:
         for name, state in line.get("identities", {}).items():
             if state["state"] != "unchecked":
                 found[name] = max(found.get(name, 0.0), 1e6 if state["times"] is None else state["times"])
     return found
 
 
-def said_in(directory: Path) -> list[tuple[int, str, str, str]]:
+def said_in(lines: Iterable[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
     """What a user reads: (step, "warning", "verdict", "change" or "fact", name, identity or place) of every line.
 
     The name is "" for a spike of no known cause, the identity "" where none is given.
     """
     said = []
-    for name in ("steps.jsonl", "spikes.jsonl"):
-        path = directory / name
-        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            step, verdict = line["global_step"], line.get("verdict")
-            if "verdict" not in line:  # of a step; a spike has its step's warnings
-                said += [(step, "warning", each["name"], each.get("identity", "")) for each in line.get("warnings", ())]
-                said += [(step, "change", each["what"], "changes") for each in line.get("changes", ())]
-            elif verdict:
-                said.append((step, "verdict", verdict["cause"] or "", ""))
-                said += [(step, "fact", each["source"], each["source"]) for each in verdict.get("facts", ())]
+    for line in lines:
+        step, verdict = line["global_step"], line.get("verdict")
+        if "verdict" not in line:  # of a step; a spike has its step's warnings
+            said += [(step, "warning", each["name"], each.get("identity", "")) for each in line.get("warnings", ())]
+            said += [(step, "change", each["what"], "changes") for each in line.get("changes", ())]
+        elif verdict:
+            said.append((step, "verdict", verdict["cause"] or "", ""))
+            said += [(step, "fact", each["source"], each["source"]) for each in verdict.get("facts", ())]
     return said
