@@ -242,9 +242,8 @@ class RunWarning(_RunWarning, total=False):
     identity: str  # the identity; `name` says how it is broken
     since: int | None  # the step since which it is broken
     times: Number  # its residual, in times of the usual; `null`: infinite
-    share: Number
-    column: str
-    factor: float
+    column: str  # whose log-probs or advantages are off
+    factor: float  # what the loss, or its KL part, is multiplied by
 
 
 class _IdentityState(TypedDict):
@@ -469,8 +468,8 @@ class Step(_Step, total=False):
     # by [identity](verdict.md#identities): `state` (`held`, `broken`, `unchecked`), largest residual in `times` of the
     # usual, `since` which step it is broken, what is `missing`, whether the rollout may be `late`
     identities: dict[str, IdentityState]
-    # of each broken one: `identity`, `name`, `since`, `times`, `sentence`, `claim`, `evidence`, `check`, `share` of
-    # responses or tokens, `column`, `factor`
+    # of each broken one: `identity`, `name`, `since`, `times`, `sentence`, `claim`, `evidence`, `check`, `column`,
+    # `factor` of the loss
     warnings: list[RunWarning]
     # [what changed](verdict.md#changes): `what`, `now`, `before`, `sentence`
     changes: list[Change]

@@ -174,7 +174,7 @@ IDENTITIES = (
         "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
         (Residual("responses.repeated", SHARE),),
         {"": "no uid"},
-        forms.by_residual,
+        forms.named,
     ),
     Identity(
         "groups",
@@ -182,7 +182,7 @@ IDENTITIES = (
         "Print `uid` and the decoded prompt of each row, in the order of `uid`.",
         (Residual("groups.mixed", SHARE), Residual("groups.alone", _HALF)),
         {"": "no prompts, or a uid has several, as states of an environment are"},
-        forms.by_residual,
+        forms.named,
     ),
     Identity(
         "advantages",
@@ -202,7 +202,7 @@ IDENTITIES = (
             "advantages.untold": "no two rewards of a prompt differ",
             "": "no uid, no rewards, or an advantage of each token's own",
         },
-        forms.by_residual,
+        forms.named,
     ),
     Identity(
         "reference",
@@ -246,7 +246,7 @@ IDENTITIES = (
             Residual("gradient.last_pass", 1.0),
         ),
         {"gradient.is_zero": "the gradient is 0", "": "its norms are not measured"},
-        forms.by_residual,
+        forms.named,
     ),
     Identity(
         "weights",
@@ -260,7 +260,7 @@ IDENTITIES = (
             Residual("weights.gained", EXPLAINS),
         ),
         {"": "no optimizer step before"},
-        forms.weights,
+        forms.named,
     ),
 )
 BY_NAME = {identity.name: identity for identity in IDENTITIES}

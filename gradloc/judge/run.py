@@ -112,7 +112,7 @@ class Run:
             **said(form.claim, rest, identity.check, evidence),
         }
         column = found.residual.partition(".")[0]
-        more = {"share": form.share, "column": column if column in COLUMNS else None, "factor": form.factor}
+        more = {"column": column if column in COLUMNS else None, "factor": form.factor}
         return warning | {key: value for key, value in more.items() if value is not None}
 
     def _present(self, at_once: bool = False) -> Record:

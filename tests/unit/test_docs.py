@@ -115,7 +115,7 @@ OF_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "reference")
 PLACES = {
     "nonfinite": ["finite"],
     **dict.fromkeys(("moved", "repeated", "unrelated"), OF_LOG_PROBS),
-    **dict.fromkeys(("other", "stale_weights", "partly_stale", "adapter_scale", "rollout"), ["rollout_log_probs"]),
+    **dict.fromkeys(("other", "stale", "partly_stale", "adapter_scale", "rollout"), ["rollout_log_probs"]),
     "old": ["old_log_probs"],
 }
 
@@ -123,7 +123,7 @@ PLACES = {
 def closed_forms() -> dict[str, set[str]]:
     """By identity, the names that gradloc/judge/forms.py may give it."""
     found: dict[str, set[str]] = {}
-    for key, (name, *_) in forms._TEXTS.items():
+    for key, name in forms._NAMES.items():
         stage = key.partition(".")[0]
         for identity in PLACES.get(stage, [stage]):
             if name != identity:
