@@ -94,24 +94,14 @@ def may_be_late(records: Records) -> bool:
     return not records[-1].readings.get("rollout.is_current") and _late_gap(records) > 2 * GAP
 
 
-def _wide(pair: str, least: float, records: Records) -> float:
-    """What is usual where columns of other weights are far apart, as after very large steps."""
-    if pair == "rollout":
-        apart = _late_gap(records)
-    else:
-        healthy = [each for each in records[:-1] if not each.streaks.get("reference", Streak()).score]
-        apart = healthy[-1].readings.get("reference.gap", 0.0) if healthy else 0.0
-    return least * max(apart / levels.FAR_NATS, 1.0) ** 2
+def _wide(least: float, records: Records) -> float:
+    """What is usual where a late rollout's weights are far from the policy's, as after very large steps."""
+    return least * max(_late_gap(records) / levels.FAR_NATS, 1.0) ** 2
 
 
 def _nearer(records: Records) -> float:
-    """How many responses may be much nearer to the reference than to the policy: all in a late rollout's first updates.
-
-    One that is late by a part f of the policy's way is f/(1 − f) times as near.
-    """
-    now = records[-1]
-    may_be_late = not now.is_first and not now.readings.get("rollout.is_current")
-    return math.inf if may_be_late and len(records) <= 2 * levels.LATE else _wide("rollout", SHARE, records)
+    """How many responses may be nearer to the reference: all in a late rollout's first updates, which are near it."""
+    return math.inf if may_be_late(records) and len(records) <= 2 * levels.LATE else _wide(SHARE, records)
 
 
 IDENTITIES = (
@@ -127,7 +117,7 @@ IDENTITIES = (
         "old_log_probs",
         "the update's first forward gives the old log-probs again",
         "Compute them twice: if they differ, the forward is random; else compare what both calls get, row by row.",
-        (Residual("old.gap", SAME), Residual("old.unrelated", SHARE)),
+        (Residual("old.gap", SAME),),
         {"bypass": "bypass mode", "": "no old log-probs"},
         forms.old,
     ),
@@ -138,13 +128,13 @@ IDENTITIES = (
         "1 and without top-p, and compare token by token: if they agree, the weights are not the cause.",
         (
             Residual("rollout.gap", _late_gap),
-            Residual("rollout.shift", partial(_wide, "rollout", levels.SHIFT)),
-            Residual("rollout.moved", partial(_wide, "rollout", SHARE)),
-            Residual("rollout.unrelated", partial(_wide, "rollout", SHARE)),
+            Residual("rollout.shift", partial(_wide, levels.SHIFT)),
+            Residual("rollout.moved", partial(_wide, SHARE)),
+            Residual("rollout.unrelated", partial(_wide, SHARE)),
+            Residual("rollout.slope", partial(_wide, levels.SLOPE)),
             Residual("rollout.repeated", SHARE),
             Residual("rollout.rounded", _HALF),
             Residual("rollout.one_sided", levels.ONE_SIDED),
-            Residual("rollout.slope", partial(_wide, "rollout", levels.SLOPE)),
             Residual("rollout.nearer", _nearer),
             Residual("rollout.ahead", FACTOR),
             Residual("rollout.copied", TOKENS, at_once=True),
@@ -162,7 +152,6 @@ IDENTITIES = (
             Residual("sampled.after_end", TOKENS),
             Residual("sampled.zero", SHARE),
             Residual("sampled.last_lost", _HALF),
-            Residual("sampled.inverted", _HALF),
         ),
         {"": "no rollout log-probs, and no end tokens"},
         forms.sampled,
@@ -211,8 +200,7 @@ IDENTITIES = (
         (
             Residual("reference.first_gap", SAME, at_once=True),
             Residual("reference.jump", 1.0),
-            Residual("reference.shift", partial(_wide, "reference", 2 * levels.SHIFT)),
-            Residual("reference.moved", partial(_wide, "reference", _HALF)),
+            Residual("reference.shift", 2 * levels.SHIFT),
             Residual("reference.same", _HALF),
         ),
         {"": "no reference log-probs; use_kl_loss=True with kl_loss_coef=0 has them"},
@@ -224,7 +212,6 @@ IDENTITIES = (
         "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
         "where the ratio is 1, it is −advantage times that weight.",
         (
-            Residual("loss.factor_off", FACTOR),
             Residual("loss.unfit", SHARE),
             Residual("loss.weights_off", FACTOR),
             Residual("loss.kl_off", FACTOR),
