@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The identities: equalities between neighbouring stages that every healthy update keeps, in the order of the stages.
+"""The identities: equalities between neighbouring stages that every healthy update keeps, the likeliest cause first.
 
 Each has residuals: readings that are compared with what is usual in this run, but at least with a number of
 gradloc/levels.py. Held, broken or unchecked: `check` says which, of a list of records whose last one is the present.
@@ -112,6 +112,20 @@ IDENTITIES = (
         tuple(Residual(f"{column}.broken", TOKENS, at_once=True) for column in COLUMNS),
         {"": "no log-probs"},
         forms.finite,
+    ),
+    Identity(
+        "weights",
+        "optimizer steps alone move the weights: all of them, downhill, by about the learning rate",
+        "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass.",
+        (
+            Residual("weights.between", TOKENS, at_once=True),
+            Residual("weights.apart", 1.0, at_once=True),
+            Residual("weights.still", TOKENS),
+            Residual("weights.uphill", levels.UPHILL),
+            Residual("weights.gained", EXPLAINS),
+        ),
+        {"": "no optimizer step before"},
+        forms.named,
     ),
     Identity(
         "old_log_probs",
@@ -233,20 +247,6 @@ IDENTITIES = (
             Residual("gradient.last_pass", 1.0),
         ),
         {"gradient.is_zero": "the gradient is 0", "": "its norms are not measured"},
-        forms.named,
-    ),
-    Identity(
-        "weights",
-        "optimizer steps alone move the weights: all of them, downhill, by about the learning rate",
-        "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass.",
-        (
-            Residual("weights.between", TOKENS, at_once=True),
-            Residual("weights.apart", 1.0, at_once=True),
-            Residual("weights.still", TOKENS),
-            Residual("weights.uphill", levels.UPHILL),
-            Residual("weights.gained", EXPLAINS),
-        ),
-        {"": "no optimizer step before"},
         forms.named,
     ),
 )

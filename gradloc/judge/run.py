@@ -74,12 +74,6 @@ class Run:
         found = check(records)
         states: dict[str, IdentityState] = {name: _state(each) for name, each in found.items()}
         warnings = [self._warning(name, each, each.form) for name, each in found.items() if each.form is not None]
-        written = [
-            each.times.get(name, 0.0) for each in records[-LASTS:] for name in ("weights.between", "weights.apart")
-        ]
-        if max(written) >= LEVEL:
-            # Log-probs of other weights follow from weights that something has written.
-            warnings.sort(key=lambda each: each["identity"] != "weights")
         if may_be_late(records):
             states["rollout_log_probs"]["late"] = True
         changed = changes(records)
