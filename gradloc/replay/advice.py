@@ -41,10 +41,8 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
         return None, "Without a spike there is nothing to remedy."
     if cause := _bug(result):
         repaired = next((row for row in result["remedies"] if row["name"] == REPAIR and cause == "unsampled"), None)
-        what = "Repair what the verdict names."
-        if repaired is not None:
-            what = f"With `{REPAIR}` 0 for these tokens, the norm is {float(repaired['norm']):.3g}."
-        return None, f"No remedy is recommended: the cause is {cause}, which a remedy only covers up. {what}"
+        what = "" if repaired is None else f" Without these tokens, the norm is {float(repaired['norm']):.3g}."
+        return None, f"No remedy is recommended: the cause is {cause}, which a remedy only covers up.{what}"
     if not result.get("same_weights", True):
         return None, (
             "No remedy is recommended, because these are probably not the weights of training: give --model those of "

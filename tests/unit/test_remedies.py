@@ -383,9 +383,11 @@ def test_for_a_bug_no_remedy_is_recommended(source: str) -> None:
     result["tokens"][0]["source"] = source
     first, sentence = recommended(result)
     assert first is None and sentence.startswith(f"No remedy is recommended: the cause is {source}")
-    assert sentence.endswith(" Repair what the verdict names.") and advice_by_source([result]) == ADVICE
+    assert sentence.endswith(" which a remedy only covers up.") and advice_by_source([result]) == ADVICE
     result["remedies"].append({**result["remedies"][0], "name": REPAIR, "norm": 2.25, "override": None})
-    assert recommended(result)[1].endswith("the norm is 2.25.") == (source == "unsampled")
+    said = recommended(result)[1].removeprefix(sentence)
+    # How the tokens are left out, the advice on their source says.
+    assert said == (" Without these tokens, the norm is 2.25." if source == "unsampled" else "")
     # A verdict of a natural spike is not contradicted; one of ratios names what remedies are made for.
     assert all(recommended({**result, "cause": cause})[0] is not None for cause in (None, "token", "unlikely"))
 
