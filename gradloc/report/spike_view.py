@@ -13,7 +13,6 @@ from typing import Any, get_type_hints
 from .. import lines
 from ..evidence.writer import WINDOW, window_start
 from ..judge.rules import SOURCES
-from ..judge.sentences import lowered
 from ..tools.figures import (
     SHORT_CHARACTERS,
     clipped,
@@ -214,7 +213,7 @@ def spike_view(
     content = {
         "spike": title,
         **told(spike, then),
-        "summary": "" if lowered(spike.summary).rstrip(".") in lowered(spike.opening) else visible(spike.summary),
+        "summary": "" if spike.verdict is None else visible(spike.summary),
         "story": visible(story(spike)),
         "clipped": clipped_said or "",
         "kind": f"Diagnosis: {event['diagnosis']}.",
@@ -236,7 +235,7 @@ def told(spike: Spike, then: str) -> dict[str, str]:
     if verdict is not None and verdict["cause"] is not None and said.startswith(brief(verdict)):
         advice = said.removeprefix(brief(verdict)).lstrip(":. ")
         said, advice = f"{brief(verdict)}.", advice[:1].upper() + advice[1:]
-    look = "" if spike.event["diagnosis"] == "tokens" else DIAGNOSES[spike.event["diagnosis"]]
+    look = DIAGNOSES[spike.event["diagnosis"]]
     texts = {"verdict": said, "advice": advice, "check": spike.check, "look": look, "then": then}
     return {name: visible(text) for name, text in texts.items()}
 
@@ -247,11 +246,7 @@ def story(spike: Spike) -> str:
     cause = "The gradient of all ranks" if trigger["kind"] == "global" else "A micro-batch's gradient"
     over = ", over its threshold of" if spike.is_spike else "; its threshold is"
     sentences = [f"{cause} had norm {short(trigger['norm'])}{over} {short(trigger['threshold'])}."]
-    if event["diagnosis"] == "unsearched":
-        sentences.append("It was converted, and not searched.")
-    elif event["diagnosis"] == "under":
-        sentences.append("Its bundle was searched: no micro-batch is over its threshold.")
-    else:
+    if event["diagnosis"] not in ("unsearched", "under"):  # the summary says these
         passes = f"{count(event['passes'], 'extra pass', 'extra passes')} ({short(round(event['seconds'], 2))} s)"
         not_seen = sum(tokens["tokens"] for tokens in event["open_segments"])
         early = "; the search ended early" if ended_early(event) else ""

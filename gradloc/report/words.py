@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..judge.sentences import lowered
+from ..judge.said import lowered
 from ..sources import UNLIKELY
 from ..tools.figures import clipped, count, excess, percent, short, short_factor, threshold_factor
 from ..tools.spike import MiniBatch, mini_batch_of
@@ -16,15 +16,16 @@ from ..tools.spike import MiniBatch, mini_batch_of
 Event = Mapping[str, Any]
 Unit = Mapping[str, Any]
 
-# By an event's `diagnosis`: what to look at. What it means is in the event's summary.
+# By an event's `diagnosis`: what to look at; empty where the verdict or the culprits say it. What it means is in the
+# event's summary.
 DIAGNOSES = {
-    "tokens": "Look at each culprit.",
+    "tokens": "",
     "diffuse": "Look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
     "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
     "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps (or _seconds).",
-    "under": "The spike is not in these tokens, or τ is too high.",
-    "unsearched": "Not searched yet: search its bundle.",
+    "under": "",
+    "unsearched": "",
 }
 
 # By `spike_action`: what was done, and what was done instead where that was not possible.
