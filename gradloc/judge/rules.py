@@ -3,31 +3,25 @@
 """What a culprit's sources mean: the one table that verdicts, report and documentation use."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..sources import CONFIDENT, OTHER, UNLIKELY
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a source means, and all that is said of it.
+class Rule(NamedTuple):
+    """What a source means, and all that is said of it."""
 
-    Args:
-        claim (str): What is true of the tokens, the start of a sentence.
-        meaning (str): When it holds for a token, in one sentence.
-        advice (str): What to do about it, in one sentence.
-        check (str): Of a broken equality, how to check that in the run's own data; empty for a fact.
-    """
-
-    claim: str
-    meaning: str
-    advice: str
-    check: str = ""
+    claim: str  # what is true of the tokens, the start of a sentence
+    meaning: str  # when it holds for a token, in one sentence
+    advice: str  # what to do about it, in one sentence
+    check: str = ""  # of a broken equality, how to check that in the run's own data; empty for a fact
 
 
-_RATIOS = (
+# What to do about importance ratios, and how to check them.
+_OF_RATIOS = (
+    "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
     "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: the first two differ by "
-    "the engines (precision, temperature, old weights), the last two by the updates since the rollout."
+    "the engines (precision, temperature, old weights), the last two by the updates since the rollout.",
 )
 
 # By source, most specific first: broken numbers, then broken equalities of tokens, then what they may have in common.
@@ -36,9 +30,8 @@ SOURCES: Mapping[str, Rule] = {
         "Single tokens have NaN or infinite gradients",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
-        "If none of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN or "
-        "infinite, look at the weights, and before the optimizer step at the gradient of the event's first of "
-        "`broken_parameters`.",
+        "If its advantage, weight and log-probs in spikes.jsonl are finite, look at the model's weights, and at the "
+        "event's `broken_parameters`.",
     ),
     "unsampled": Rule(
         "Tokens that the policy did not produce are trained on",
@@ -59,33 +52,28 @@ SOURCES: Mapping[str, Rule] = {
         "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
         "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
         "Look at where log-probs are gathered, sliced or padded, and at the rollout's weights and temperature.",
-        "Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: `shift` "
-        "in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of "
-        "saved weights.",
+        "`shift` in spikes.jsonl says by how many positions the log-probs in the culprit's `row` are moved; `gradloc "
+        "replay BUNDLE` compares them with those of saved weights.",
     ),
     "token": Rule(
         "The importance ratios of single tokens are far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
-        "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
-        _RATIOS,
+        *_OF_RATIOS,
     ),
     "sequence": Rule(
         "The mean importance ratios of whole responses are far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
-        "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
-        _RATIOS,
+        *_OF_RATIOS,
     ),
     "advantage": Rule(
         "The advantages are outliers",
         "Its advantage is over 2.5 times the median of the other responses' non-zero ones.",
-        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
-        "nearly equal rewards and groups with a single right or wrong response more weight.",
+        "Clip the rewards, or do not divide by their deviation: it is small where nearly all of a group are equal.",
     ),
     "weight": Rule(
         "The weights in the loss are outliers",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
-        "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens "
-        "of a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
+        "Fill micro-batches evenly, and filter out very short responses or set loss_agg_mode=token-mean.",
     ),
     "kl": Rule(
         "The KL loss drives the tokens",
@@ -113,12 +101,10 @@ SOURCES: Mapping[str, Rule] = {
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
     ),
     OTHER: Rule(
-        "No rule holds",
+        "No rule holds for the tokens",
         "None of the rules holds.",
         "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
     ),
 }
-# Those of importance ratios, which the update's own steps move, too.
-RATIOS = ("token", "sequence")
-# What is to be repaired where it comes from: a remedy only covers it up.
-FAULTS = [name for name, rule in SOURCES.items() if rule.check and name not in RATIOS]
+# What is to be repaired where it comes from: a remedy only covers it up. Ratios move by the update's own steps, too.
+FAULTS = [name for name, rule in SOURCES.items() if rule.check and rule.check not in _OF_RATIOS]

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of what a warning or a verdict says, and the counts and shares in it."""
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 from ..lines import Said
 
@@ -14,26 +13,31 @@ def said(claim: str, rest: str, check: str, evidence: str = "") -> Said:
     return {"claim": claim, "evidence": evidence, "sentence": claim + brackets + rest, "check": check}
 
 
-def said_again(found: Mapping[str, Any]) -> Said:
-    """What a warning or a verdict says; where one of another release has no claim, its whole sentence is one."""
-    claim, evidence = found.get("claim", found["sentence"].removesuffix(".")), found.get("evidence", "")
-    return {"claim": claim, "evidence": evidence, "sentence": found["sentence"], "check": found["check"]}
+def lowered(sentence: str) -> str:
+    """A sentence to come after a colon: with a small letter, unless its first word has other capitals."""
+    rest = sentence.partition(" ")[0][1:]
+    return sentence[:1].lower() + sentence[1:] if rest == rest.lower() else sentence
 
 
-def counted(count: int, total: int, what: str = "culprits") -> str:
+def count(n: int, noun: str, plural: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def counted(n: int, total: int, what: str = "") -> str:
     """A part of a total, in words; `what` is the plural of what is counted."""
-    if count == total:
-        return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
-    return f"{count} of {total} {what}"
+    if n == total == 1:
+        return f"the only {what.removesuffix('s') or 'one'}"
+    words = f"{n} of {total}" if n < total else "both" if n == 2 else f"all {n}"
+    return f"{words} {what}".rstrip()
 
 
-def all_of(total: int) -> str:
-    """All of several things, in words, before their name."""
-    return "both" if total == 2 else f"all {total}"
-
-
-def percent(share: float) -> str:
-    """A share, rounded, but not to 0% or 100% where it is neither."""
-    if 0 < share < 0.01:
+def percent(share: float | str | None) -> str:
+    """A share, rounded, but not to 0% or 100% where it is neither; "–" if it is not known."""
+    value = math.nan if share is None else float(share)
+    if not math.isfinite(value):
+        return "–"
+    if value >= 10:
+        return f"{value:,.0f} times"
+    if 0 < value < 0.01:
         return "under 1%"
-    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"
+    return "over 99%" if 0.99 < value < 1 else f"{value:.0%}"

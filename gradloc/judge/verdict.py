@@ -4,27 +4,36 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..facts import Place, TrainedRow
 from ..guarded import guarded
 from ..levels import EXPLAINS, LEVEL, SHARE
-from ..lines import Answer, Culprit, Event, Fact, RunWarning, Said, Verdict, kind_of
-from ..sources import APART, APART_NATS, HOLDS, TOKEN_RATIO, is_apart, is_broken, layer_shares
-from . import critic
-from .rules import FAULTS, RATIOS, SOURCES
-from .said import counted, percent, said, said_again
-from .sentences import MOST, auxiliary_in_words, clips_in_words, describe, lowered
+from ..lines import Answer, CriticSpike, Culprit, Event, Fact, Said, Verdict, kind_of
+from ..sources import APART, APART_NATS, HOLDS, LAYER_FRACTION, TOKEN_RATIO, is_apart, is_broken, layer_shares
+from .rules import FAULTS, SOURCES
+from .said import counted, lowered, percent, said
+from .sentences import clips_in_words, describe, layer_in_words, token_in_words
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 CHECK_UNKNOWN = "`gradloc replay BUNDLE --switches` shows whether it comes back, in which layers, and what changes it."
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
+_CHECK_AUXILIARY = "Repeat the step with the auxiliary loss's coefficient at 0: `actor/grad_norm` should fall."
+# A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
+# one it is exactly 0. From MOST on, that of the squared norm, it is the cause.
+MENTIONED, MOST = 0.1, math.sqrt(EXPLAINS)
 # The rule of numbers that are not finite, and what may break a token's: each may make those after it not finite.
 _BROKEN = "nonfinite"
 _COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+# The rules of ratios, and by how many nats a token's log-probs of rollout and training alone have to be apart.
+_RATIOS = {"token": math.log(TOKEN_RATIO), "sequence": APART_NATS}
 # The columns of log-probs that a loss need not read, and how near a coefficient is to what it is without them.
 _UNREAD, _ALONE = ("rollout", "reference"), 0.01
+# Σ w (v − R) ∇v is the critic's gradient. Errors that are at least so many times the usual ones, and have grown by at
+# least this share of what the norm has grown by, are its cause.
+_LARGE_ERROR, _EXPLAINED = 2.0, 1 / 3
 
 # The name of a cause, or None, and what is said.
 _Found = tuple[str | None, Said]
@@ -45,7 +54,7 @@ def judged(
     kind = kind_of(line)
     with guarded("a line of the evidence could not be judged"):
         if kind == "critic":
-            found |= critic.judged(found)
+            found["cause"], found["summary"] = _of_critic(found)
         elif kind == "clip":
             found["summary"] = clips_in_words(found["token_clip"])
         else:
@@ -61,38 +70,42 @@ def verdict(event: Event, rows: Mapping[Place, TrainedRow] | None = None) -> Ver
     None if that fails: a verdict must not cost the event.
     """
     with guarded("no verdict on an event could be made"):
-        found = _no_token(event) or _of_run(event) or _of_tokens(event) or _of_diagnosis(event)
-        cause, what = found or _natural(event, rows or {})
-        return {"cause": cause, "facts": facts(event), **what}
+        facts = [*_shared(event, partial(_is_fact, event))]
+        found = _of_no_token(event) or _of_run(event) or _of_tokens(event) or _of_all_tokens(event)
+        cause, what = found or (None, _natural(event, facts, rows or {}))
+        return {"cause": cause, "facts": facts, **what}
     return None
 
 
-def _no_token(event: Event) -> _Found | None:
+def _of_no_token(event: Event) -> _Found | None:
     """A gradient that comes from no token: most of the squared norm."""
-    evidence = auxiliary_in_words(event, MOST)
     rest = ": look at its coefficient and scale (load balancing, z-loss, MTP or draft heads)."
-    check = "Repeat the step with the auxiliary loss's coefficient at 0: `actor/grad_norm` should fall."
-    what = said("An auxiliary loss makes most of the gradient", rest, check, evidence)
+    evidence = _no_token_in_words(event, MOST)
+    what = said("An auxiliary loss makes most of the gradient", rest, _CHECK_AUXILIARY, evidence)
     return ("auxiliary", what) if evidence else None
+
+
+def _no_token_in_words(event: Event, least: float) -> str:
+    """Which part of a micro-batch's norm comes from no token, and in which layer; empty if it is under `least`."""
+    found = event.get("without_tokens")
+    if found is None or not found["share"] >= least:
+        return ""
+    shares = layer_shares(found["layer_norms"])
+    layer = next((f", mostly in {layer}" for layer, share in shares.items() if share > LAYER_FRACTION), "")
+    return f"{percent(found['share'])} of a micro-batch's norm comes from no token's log-prob{layer}"
 
 
 def _of_run(event: Event) -> _Found | None:
     """The first identity that is broken, unless the loss does not read what is wrong."""
-    warnings = [each for each in event.get("warnings", []) if not _is_unread(event, each)]
+    warnings, culprits = event.get("warnings", []), event["culprits"]
+    if any(each.get("column") in _UNREAD for each in warnings) and culprits and not any(map(_reads, culprits)):
+        warnings = [each for each in warnings if each.get("column") not in _UNREAD]
     if not warnings:
         return None
-    first, found = warnings[0], said_again(warnings[0])
-    since = "" if first.get("since") is None else f" since step {first['since']}"
-    start = f"The data path is broken{since}: "
-    also = ", ".join(each["name"] for each in warnings[1:])
-    said_once = lowered(found["sentence"].replace(f" the usual{since})", " the usual)", 1))
-    sentence = start + said_once + (f" Also broken: {also}." if also else "")
-    return first["name"], {**found, "claim": start + lowered(found["claim"]), "sentence": sentence}
-
-
-def _is_unread(event: Event, warning: RunWarning) -> bool:
-    """Whether it is about log-probs that made no culprit's coefficient: weights, advantages and ratios give it."""
-    return warning.get("column") in _UNREAD and bool(event["culprits"]) and not any(map(_reads, event["culprits"]))
+    first, *others = warnings
+    claim, sentence = (f"The data path is broken: {lowered(text)}" for text in (first["claim"], first["sentence"]))
+    sentence += f" Also broken: {', '.join(each['name'] for each in others)}." if others else ""
+    return first["name"], {"claim": claim, "evidence": first["evidence"], "sentence": sentence, "check": first["check"]}
 
 
 def _reads(culprit: Culprit) -> bool:
@@ -105,41 +118,58 @@ def _reads(culprit: Culprit) -> bool:
 
 def _of_tokens(event: Event) -> _Found | None:
     """An equality that the culprits break, and ordinary tokens keep."""
-    for name, rule in SOURCES.items():
-        tokens = [each for each in event["culprits"] if rule.check and _shows(event, each, name)]
-        if (fact := _fact(event, name, len(tokens))) is not None:
-            broken = [each for each in _COLUMNS if any(is_broken(token.get(each) or 0.0) for token in tokens)]
-            claim = f"`{broken[0]}` of single tokens is NaN or infinite" if name == _BROKEN and broken else rule.claim
-            return name, said(claim, f": {lowered(rule.advice)}", rule.check, _true_of(event, fact))
+    for fact in _shared(event, partial(_is_cause, event)):
+        name = fact["source"]
+        rule = SOURCES[name]
+        tokens = [each for each in event["culprits"] if name in each["sources"]]
+        broken = [each for each in _COLUMNS if any(is_broken(token.get(each) or 0.0) for token in tokens)]
+        claim = f"`{broken[0]}` of single tokens is NaN or infinite" if name == _BROKEN and broken else rule.claim
+        return name, said(claim, f": {lowered(rule.advice)}", rule.check, _true_of(event, fact))
     return None
 
 
-def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
-    """Whether a rule holds for a culprit, and neither late weights, other engines nor the update's steps make it.
+def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
+    """Whether it is an equality that neither late weights, other engines nor the update's steps have broken.
 
     A ratio to the rollout that the loss does not read makes no gradient.
     """
-    if rule not in culprit["sources"]:
-        return False
+    if source not in ("misaligned", *_RATIOS):
+        return source in FAULTS
     states: Mapping[str, Any] = event.get("identities", {})
     is_late = states.get("rollout_log_probs", {}).get("late", False)
-    engines_agree = not is_late and (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
-    if rule == "misaligned":
-        return engines_agree
-    if rule not in RATIOS:
-        return True
+    if is_late or (event["comparison"]["ordinary"].get(APART) or 0.0) >= LEVEL * SHARE:
+        return False
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    # A token's gap alone has to make its ratio far from 1.
-    nats = math.log(TOKEN_RATIO) if rule == "token" else APART_NATS
-    return engines_agree and _reads(culprit) and bool(is_apart(rollout, old, nats))
+    return source == "misaligned" or _reads(culprit) and bool(is_apart(rollout, old, _RATIOS[source]))
 
 
-def _of_diagnosis(event: Event) -> _Found | None:
-    """What is known without a culprit: that nothing was searched, or that the gradient is broken for all tokens."""
-    if event["diagnosis"] == "unsearched":
-        return None, said("Not searched yet", ": no token was measured.", CHECK_UNSEARCHED)
+def _is_fact(event: Event, source: str, _: Culprit) -> bool:
+    """Whether it is none of an equality; a layer is none if it has most of ordinary tokens' norms, too."""
+    usual = layer_shares(event["ordinary_layer_norms"] or {}) if source == "layer" else {}
+    return source not in FAULTS and max(usual.values(), default=0.0) <= EXPLAINS
+
+
+def _shared(event: Event, counts: Callable[[str, Culprit], bool]) -> Iterator[Fact]:
+    """What most culprits have in common, of those for which it `counts`, and ordinary tokens far less often."""
+    for source in HOLDS:
+        tokens = sum(source in each["sources"] and counts(source, each) for each in event["culprits"])
+        share, usual = tokens / max(len(event["culprits"]), 1), event["comparison"]["ordinary"].get(source)
+        # One NaN makes the whole gradient NaN.
+        enough = tokens > 0 if source == _BROKEN else share >= EXPLAINS
+        if enough and (usual is None or share >= LEVEL * usual):
+            yield {"source": source, "culprits": share, "ordinary": usual}
+
+
+def _true_of(event: Event, fact: Fact) -> str:
+    total = len(event["culprits"])
+    others = "" if fact["ordinary"] is None else f", and of {percent(fact['ordinary'])} of the other tokens"
+    return f"true of {counted(round(fact['culprits'] * total), total, 'culprits')}{others}"
+
+
+def _of_all_tokens(event: Event) -> _Found | None:
+    """A gradient that is NaN or infinite for all tokens."""
     if event["diagnosis"] != "nonfinite" or event["culprits"]:
         return None
     claim, rest = "NaN or Inf is in the log-probs or gradients of all tokens", "."
@@ -149,47 +179,26 @@ def _of_diagnosis(event: Event) -> _Found | None:
     return _BROKEN, said(claim, rest, CHECK_UNKNOWN)
 
 
-def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> _Found:
-    """All that could be checked holds: what the culprits have in common is no cause."""
+def _natural(event: Event, facts: list[Fact], rows: Mapping[Place, TrainedRow]) -> Said:
+    """Without a cause: which identities hold, and what the culprits have in common."""
     states = Counter(each["state"] for each in event.get("identities", {}).values())
     kind = "What the culprits have in common"
     if unread := event.get("warnings"):
-        claim = f"The loss does not read what is broken ({lowered(said_again(unread[0])['claim'])})"
+        claim = f"The loss does not read what is broken ({lowered(unread[0]['claim'])})"
     elif states["held"]:
         others = f", and {states['unchecked']} could not be" if states["unchecked"] else ""
         claim, kind = f"All {states['held']} identities that could be checked hold{others}", "A natural spike"
     else:
         claim = "No identity could be checked"
-    if not event["culprits"]:
-        return None, said(claim, ". No token stands out.", CHECK_UNKNOWN)
-    common = [f"{lowered(SOURCES[fact['source']].claim)} ({_true_of(event, fact)})" for fact in facts(event)]
-    what = "; ".join(filter(None, [*common, _rewarded(event, rows)])) or "nothing that stands out"
-    return None, said(claim, f". {kind}: {what}.", CHECK_NATURAL)
-
-
-def facts(event: Event) -> list[Fact]:
-    """What most culprits have in common, and ordinary tokens far less often."""
-    # Ordinary tokens' norms may be mostly in one layer, too.
-    largest = max(layer_shares(event["ordinary_layer_norms"] or {}).values(), default=0.0)
-    names = [name for name in HOLDS if name not in FAULTS and (name != "layer" or largest <= EXPLAINS)]
-    found = [_fact(event, name, sum(name in each["sources"] for each in event["culprits"])) for name in names]
-    return [fact for fact in found if fact is not None]
-
-
-def _fact(event: Event, source: str, culprits: int) -> Fact | None:
-    """That so many culprits have a source; None unless they are most, and ordinary tokens have it far less often."""
-    share, usual = culprits / max(len(event["culprits"]), 1), event["comparison"]["ordinary"].get(source)
-    # One NaN makes the whole gradient NaN.
-    enough = culprits > 0 if source == _BROKEN else share >= EXPLAINS
-    if not enough or (usual is not None and share < LEVEL * usual):
-        return None
-    return {"source": source, "culprits": share, "ordinary": usual}
-
-
-def _true_of(event: Event, fact: Fact) -> str:
-    total = len(event["culprits"])
-    others = "" if fact["ordinary"] is None else f", and of {percent(fact['ordinary'])} of the other tokens"
-    return f"true of {counted(round(fact['culprits'] * total), total)}{others}"
+    more, check = ". No token stands out.", CHECK_UNKNOWN
+    if event["culprits"]:
+        common = [f"{lowered(SOURCES[fact['source']].claim)} ({_true_of(event, fact)})" for fact in facts]
+        what = "; ".join(filter(None, [*common, _rewarded(event, rows)])) or "nothing that stands out"
+        more, check = f". {kind}: {what}.", CHECK_NATURAL
+    elif event["diagnosis"] == "unsearched":
+        more, check = ". No token was measured yet.", CHECK_UNSEARCHED
+    besides = _no_token_in_words(event, MENTIONED)
+    return said(claim, more + (f" {besides}." if besides else ""), check)
 
 
 def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
@@ -197,10 +206,36 @@ def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
     places = {(each["rank"], each["row"]) for each in event["culprits"]}
     rewards = Counter(rows[place].score for place in places if place in rows)
     known: Counter[float | None] = Counter(row.score for row in rows.values() if row.score is not None and row.largest)
-    reward, count = rewards.most_common(1)[0] if rewards else (None, 0)
-    # A reward that many others have does not stand out; nor is anything known where none has an advantage.
-    usual = known[reward] / known.total() if known else 1.0
-    if reward is None or count < EXPLAINS * len(places) or usual * LEVEL > 1:
-        return ""
-    responses = f"{counted(count, len(places), 'responses')} with culprits"
-    return f"the reward is {reward:g} (true of {responses}, and of {percent(usual)} of all with an advantage)"
+    for reward, n in rewards.most_common(1):
+        # A reward that many others have does not stand out; nor is anything known where none has an advantage.
+        usual = known[reward] / known.total() if known else 1.0
+        if reward is not None and n >= EXPLAINS * len(places) and usual * LEVEL <= 1:
+            responses = f"{counted(n, len(places), 'responses')} with culprits"
+            return f"the reward is {reward:g} (true of {responses}, and of {percent(usual)} of all with an advantage)"
+    return ""
+
+
+def _of_critic(spike: CriticSpike) -> tuple[str | None, str]:
+    """The cause of a spike of the critic, and a few sentences.
+
+    The cause is "errors", "network" if these have not grown with the norm, or None if nothing is known.
+    """
+    units, cause = spike["micro_batches"], None
+    # The largest micro-batch; where they are not measured alone, the whole mini-batch.
+    largest: Any = units[0] if units else {**spike, "token_equivalent": spike["token_norm"]}
+    where = f"micro-batch {largest['micro_batch']} of rank {largest['rank']}" if units else "all data"
+    norm, error = largest["token_equivalent"], largest["error"]
+    size = f"{norm / spike['threshold']:.3g} times its threshold" if math.isfinite(norm) else "not finite"
+    summary = f"The critic's gradient norm is {size} in {where}."
+    usual, usual_norm = spike["ordinary_error"], spike["ordinary_token_norm"]
+    if usual and usual_norm and error is not None:
+        growth = error / usual
+        is_large = math.isfinite(norm) and growth >= max(_LARGE_ERROR, _EXPLAINED * norm / usual_norm)
+        cause = "errors" if is_large or not math.isfinite(growth) else "network"
+        what = "grown: look at the returns" if cause == "errors" else "hardly grown, so the model amplifies them"
+        rms = f"root mean square {error:.3g} against {usual:.3g} in the last mini-batch without a spike"
+        layer = layer_in_words([largest], spike["ordinary_layer_norms"])
+        summary += f" The values' errors have {what} ({rms}){'; ' if layer else ''}{layer}."
+    for value in spike["values"][:1]:
+        summary += f" Largest error: value {value['value']:.3g}, return {value['return']:.3g}, {token_in_words(value)}."
+    return cause, summary

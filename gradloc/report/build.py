@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge.rules import SOURCES
-from ..judge.sentences import lowered
+from ..judge.said import lowered
 from ..replay.advice import advice_by_source
 from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.sentences import lowered
+from ..judge.said import lowered
 from ..tools.figures import COUNTED, count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from ..tools.reading import Evidence
 from .identities import said_of

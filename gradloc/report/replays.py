@@ -5,7 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.sentences import lowered
+from ..judge.said import lowered
 from ..replay.advice import recommended
 from ..tools.figures import percent, short, visible
 from ..tools.spike import Spike, mini_batch_of

@@ -8,7 +8,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge import said
+from ..judge.said import count as count
+from ..judge.said import counted
+from ..judge.said import percent as percent
 from ..threshold import threshold_factor
 
 # Up to so many things, a share of them is said as a count.
@@ -100,27 +102,9 @@ def shown(text: Any, most: int = SHORT_CHARACTERS) -> str:
     return "–" if text is None else visible(str(clipped(text, most)))
 
 
-def percent(share: float | str | None) -> str:
-    """A share as "12%"; "–" if it is not known."""
-    value = math.nan if share is None else float(share)
-    if not math.isfinite(value):
-        return "–"
-    if value >= 10:
-        return f"{value:,.0f} times"
-    return said.percent(value)
-
-
 def part_of(n: int, total: int) -> str:
     """How many of some: up to twenty as "1 of 2", "both" or "all 3", from there as a share."""
-    if total > COUNTED:
-        return percent(n / total)
-    if n == total:
-        return "the only one" if total == 1 else said.all_of(total)
-    return f"{n} of {total}"
-
-
-def count(n: int, noun: str, plural: str | None = None) -> str:
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+    return percent(n / total) if total > COUNTED else counted(n, total)
 
 
 def ranges(numbers: Sequence[int], most: int = 8) -> str:

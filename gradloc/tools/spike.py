@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from ..judge.rules import SOURCES
-from ..judge.said import said_again
 from ..judge.sentences import ranks_looked_at
 from .command_line import in_shell
 from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
@@ -42,11 +41,12 @@ class Spike:
         verdict = self.event.get("verdict")
         if verdict is None:
             return None
-        said = {name: clipped(text) for name, text in said_again(verdict).items()}
+        # A verdict of an older release may have a sentence alone.
+        said = {"claim": verdict["sentence"].removesuffix("."), "evidence": "", **verdict}
         return {
             "facts": rounded(verdict.get("facts", [])[: len(SOURCES)]),
             "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
-            **said,
+            **{name: clipped(said[name]) for name in ("claim", "evidence", "sentence")},
             "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
         }
 

@@ -42,7 +42,7 @@ def test_one_spike_opens_with_its_verdict(show: Any) -> None:
     lines = show(events=[found]).splitlines()
     rule = SOURCES["sequence"]
     assert lines[:3] == [
-        "1 gradient spike in step 3: the mean importance ratios of whole responses are far from 1 (true of the one "
+        "1 gradient spike in step 3: the mean importance ratios of whole responses are far from 1 (true of the only "
         "culprit, and of 2% of the other tokens).",
         rule.advice,
         rule.check,
@@ -122,7 +122,7 @@ def test_what_the_verdict_says_is_no_warning_as_well(tmp_path: Path, show: Any) 
     assert "The run has stale_weights" not in "".join(lines[1:3])
     assert lines[1] == "loss is broken in steps 3 to 4: The run has loss."
     assert lines[3].startswith(
-        "2 gradient spikes in steps 3 to 4, all from one cause: the data path is broken since step 3"
+        "2 gradient spikes in steps 3 to 4, all from one cause: the data path is broken: the run has stale_weights"
     )
     assert sum("stale_weights is broken" in line or "(stale_weights) is" in line for line in show().splitlines()) == 1
 
@@ -283,7 +283,7 @@ def test_a_spike_is_judged_by_what_later_steps_have_found(tmp_path: Path, show: 
     write(tmp_path, [with_identities(spike(step)) for step in (2, 4)])
     before, after = view().spikes
     assert before.content["verdict"].startswith("All ")
-    assert after.content["verdict"].startswith("The data path is broken since step 3: the run has stale_weights")
+    assert after.content["verdict"].startswith("The data path is broken: the run has stale_weights")
     assert "in step 4: a verdict is by what later steps have found to be broken." in show()
 
 

@@ -1,4 +1,4 @@
-"""An event in one sentence."""
+"""An event in one sentence, and the counts and shares in it."""
 
 import math
 from typing import Any
@@ -11,8 +11,8 @@ EVEN = {"layers.0": 1.0, "layers.1": 1.1, "layers.2": 0.9}
 ONE_LAYER = {"layers.0": 1.0, "layers.1": 9.0, "layers.2": 1.0}
 
 
-def culprit(source: str = "unlikely", row: int = 0, advantage: float | None = 1.0, **changes: Any) -> dict[str, Any]:
-    return {"sources": [source], "rank": 0, "row": row, "advantage": advantage, **changes}
+def culprit(row: int = 0, token: str | None = None) -> dict[str, Any]:
+    return {"rank": 0, "row": row, "token": token}
 
 
 def unit(**layer_norms: float) -> dict[str, Any]:
@@ -34,11 +34,10 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 PART = {"tokens": 48, "rows": [8, 9, 11]}
-ONE = "1 culprit in 1 response with a positive advantage"
+ONE = "1 culprit in 1 response"
 ALL = "Every micro-batch is over its threshold"
 DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of 3 responses"
 NAN = "No single token is the cause"
-BEGINS = "the mismatch begins with the first token after turn 1"
 LAYER = "layers.1 carries 98% of the squared norm"
 
 SENTENCES: dict[str, list[dict[str, Any]]] = {
@@ -48,27 +47,15 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER),
         # A single micro-batch that is over its threshold says nothing about every token.
         event(culprit(), ordinary_layer_norms=None, micro_batches=1),
+        event(culprit(), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
+        event(culprit(), diagnosis="nonfinite"),
     ],
-    f"3 culprits in 3 responses with a positive advantage; {BEGINS} in 2 of 3 responses.": [
-        event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])
-    ],
-    f"{ONE}; {BEGINS}.": [event(culprit("retokenized", mismatch_turn=2))],
-    "1 culprit ('+') in 1 response with a negative advantage.": [event(culprit(advantage=-1.0, token="+"))],
-    "3 culprits in 1 response with a positive advantage and 1 response with a negative advantage.": [
-        event(culprit(row=1), culprit("token", 1), culprit(row=2, advantage=-0.5))
-    ],
-    "4 culprits (3 of them 'a') in 2 responses with a positive advantage.": [
-        event(*[culprit(row=i % 2, token=token) for i, token in enumerate("abaa")])
-    ],
-    "2 culprits in 1 response.": [event(*[culprit(advantage=None, token=token) for token in "ab"])],
-    "1 culprit in 1 response.": [
-        event(culprit("nonfinite", advantage=math.nan)),
-        event(culprit("nonfinite", advantage=0.0), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
-        event(culprit("nonfinite", advantage=math.nan), diagnosis="nonfinite"),
-    ],
-    f"N{DIFFUSE}; {ONE.replace(' in', ', over the threshold alone, in', 1)}.": [
-        event(culprit(), diagnosis="diffuse", diffuse=[PART])
-    ],
+    "1 culprit ('+') in 1 response.": [event(culprit(token="+"))],
+    "3 culprits in 2 responses.": [event(culprit(1), culprit(1), culprit(2))],
+    "4 culprits (3 of them 'a') in 2 responses.": [event(*[culprit(i % 2, token) for i, token in enumerate("abaa")])],
+    "2 culprits (both 'a') in 1 response.": [event(*[culprit(token="a")] * 2)],
+    "2 culprits in 1 response.": [event(*[culprit(token=token) for token in "ab"])],
+    f"N{DIFFUSE}; {ONE}.": [event(culprit(), diagnosis="diffuse", diffuse=[PART])],
     f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("of 3", "of over 3"): [
         event(diagnosis="diffuse", diffuse=[PART], more_diffuse=1)
     ],
@@ -91,7 +78,7 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None)
     ],
     f"{ONE}; {LAYER}, ordinarily 40%.": [
-        event(culprit("layer"), units=[unit(**ONE_LAYER)], ordinary_layer_norms={**EVEN, "layers.1": 1.1}),
+        event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms={**EVEN, "layers.1": 1.1}),
     ],
     # The layer that has gained most, not the one that carries most.
     f"{ONE}; b carries 42% of the squared norm, ordinarily 1%.": [

@@ -261,8 +261,8 @@ def test_identities_that_were_not_checked_are_counted() -> None:
 
 
 WARNING = {"name": "stale_weights", "identity": "rollout_log_probs", "since": 5, "times": 70.0, "column": "rollout"}
-WARNING |= {"claim": "The rollout is late", "evidence": "70 times", "check": "`look` shows it."}
-WARNING |= {"sentence": "The rollout is late (70 times). Send weights."}
+WARNING |= {"claim": "The rollout is late", "evidence": "70 times the usual since step 5", "check": "`look` shows it."}
+WARNING |= {"sentence": "The rollout is late (70 times the usual since step 5). Send weights."}
 
 
 @pytest.mark.parametrize("sources", [["advantage"], ["token"], ["nonfinite"], ["unsampled"]])
@@ -270,13 +270,10 @@ def test_the_first_identity_that_is_broken_is_the_cause(sources: list[str]) -> N
     # The loss reads the rollout's log-probs: the coefficient is another one.
     spike = changed(event(sources, sources), coefficient=-0.8)
     found = verdict_on(spike, NONE, [WARNING, {**WARNING, "name": "advantages"}])
-    assert (found["cause"], found["evidence"], found["check"]) == ("stale_weights", "70 times", WARNING["check"])
-    assert found["claim"] == "The data path is broken since step 5: the rollout is late"
-    rest = " (70 times). Send weights. Also broken: advantages."
-    assert found["sentence"] == found["claim"] + rest
-    # A warning of an older release has a sentence alone.
-    old = verdict_on(spike, NONE, [{"name": "reward_scale", "sentence": "It is late.", "check": "Look."}])
-    assert (old["cause"], old["sentence"]) == ("reward_scale", "The data path is broken: it is late.")
+    since = "70 times the usual since step 5"
+    assert (found["cause"], found["evidence"], found["check"]) == ("stale_weights", since, WARNING["check"])
+    assert found["claim"] == "The data path is broken: the rollout is late"
+    assert found["sentence"] == f"{found['claim']} ({since}). Send weights. Also broken: advantages."
 
 
 @cases(
@@ -311,7 +308,7 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     ([], "diffuse", CHECK_UNKNOWN, "No token stands out."),
     ([], "incomplete", CHECK_UNKNOWN, "No token stands out."),
     ([], "overflow", CHECK_UNKNOWN, "No token stands out."),
-    ([], "unsearched", CHECK_UNSEARCHED, "Not searched yet: no token was measured"),
+    ([], "unsearched", CHECK_UNSEARCHED, " hold. No token was measured yet."),
     ([["other"]], "tokens", CHECK_NATURAL, "nothing that stands out"),
 )
 def test_without_a_cause_none_is_guessed(sources: list[list[str]], diagnosis: str, check: str, why: str) -> None:

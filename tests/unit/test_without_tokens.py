@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc.judge import judged
-from gradloc.judge.sentences import MENTIONED, MOST, auxiliary_in_words, describe
+from gradloc.judge.verdict import MENTIONED, MOST
 from gradloc.levels import EXPLAINS
 from gradloc.search.search import Search
 
@@ -133,7 +133,6 @@ def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until:
     assert event["passes"] <= 9 and not event["complete"]
     assert event["verdict"]["cause"] == "auxiliary"
     assert "comes from no token's log-prob, mostly in layers.1.router): look at" in event["verdict"]["sentence"]
-    assert "no token's" not in event["summary"]
 
 
 def test_only_a_search_that_ends_diffuse_measures_it() -> None:
@@ -143,7 +142,7 @@ def test_only_a_search_that_ends_diffuse_measures_it() -> None:
     _, _, event = spike(0.0)
     assert event["diagnosis"] == "diffuse"
     assert (event["without_tokens"]["norm"], event["without_tokens"]["share"]) == (0.0, 0.0)
-    assert event["verdict"]["cause"] != "auxiliary" and "no token's" not in event["summary"]
+    assert event["verdict"]["cause"] is None and "no token's" not in event["verdict"]["sentence"]
 
 
 def test_a_token_is_over_the_threshold_only_by_its_own_part() -> None:
@@ -196,38 +195,38 @@ def test_a_spike_that_comes_from_no_token_ends_the_search(part: float, width: in
         assert passes <= most
 
 
-def event(share: float, layers: dict[str, float] | None = None, rank: int | None = 3) -> dict[str, Any]:
+def event(share: float, layers: dict[str, float] | None = None) -> dict[str, Any]:
     layers = {"a": 1.0} if layers is None else layers
     norm = math.hypot(*layers.values())
     return {
-        "without_tokens": {"rank": rank, "micro_batch": 2, "norm": norm, "share": share, "layer_norms": layers},
+        "without_tokens": {"rank": 3, "micro_batch": 2, "norm": norm, "share": share, "layer_norms": layers},
         **{"culprits": [], "units": [], "diffuse": [], "ordinary_layer_norms": None},
         **{"diagnosis": "diffuse", "micro_batches": 1},
     }
 
 
-HALF = "50% of the norm of micro-batch 2 of rank 3 comes from no token's log-prob"
+HALF = "50% of a micro-batch's norm comes from no token's log-prob"
 
 
 @cases(
     "given sentence",
-    (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, mostly in a"),
-    (event(0.5, {"a": 1.0, "b": 3.0}), f"{HALF}, mostly in b"),
-    (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
+    (event(0.5, {"a": 1.0, "b": 3.0}), f"{HALF}, mostly in b."),
+    (event(0.5, dict.fromkeys("abcdef", 1.0)), f"{HALF}."),
     # Squares that are infinite tell no layer.
-    *((event(0.5, layers), HALF) for layers in ({"a": 1e200, "b": 1.0}, {"a": math.inf}, {})),
+    *((event(0.5, layers), f"{HALF}.") for layers in ({"a": 1e200, "b": 1.0}, {"a": math.inf}, {})),
     (event(MENTIONED - 0.01), ""),
 )
-def test_the_sentence_names_the_part_and_the_layer(given: dict[str, Any], sentence: str) -> None:
-    assert auxiliary_in_words(given, MENTIONED) == sentence
+def test_the_verdict_names_the_part_and_the_layer(given: dict[str, Any], sentence: str) -> None:
+    said = "No identity could be checked. No token stands out."
+    assert verdict_on(given, {})["sentence"] == " ".join(filter(None, [said, sentence]))
 
 
 def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
-    """Then the verdict says it, and the summary does not say it again."""
     assert MOST**2 == pytest.approx(EXPLAINS)
-    for share, of_verdict in ((MOST - 0.01, False), (MOST + 0.01, True)):
+    for share, is_cause in ((MOST - 0.01, False), (MOST + 0.01, True), (0.999, True)):
         found = verdict_on(event(share), {})
-        assert (found["cause"] == "auxiliary") == of_verdict
-        said = f"{share:.0%} of the norm of micro-batch 2 of rank 3 comes from no token's log-prob, mostly in a"
-        assert (said in found["sentence"], said in describe(event(share))) == (of_verdict, not of_verdict)
+        assert (found["cause"] == "auxiliary") == is_cause
+        part = "over 99%" if share > 0.99 else f"{share:.0%}"
+        said = f"{part} of a micro-batch's norm comes from no token's log-prob, mostly in a"
+        assert said in found["sentence"] and (found["evidence"] == said) == is_cause
     assert "`actor/grad_norm` should fall" in found["check"]
