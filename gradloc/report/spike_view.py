@@ -249,9 +249,8 @@ def story(spike: Spike) -> str:
     if event["diagnosis"] not in ("unsearched", "under"):  # the summary says these
         passes = f"{count(event['passes'], 'extra pass', 'extra passes')} ({short(round(event['seconds'], 2))} s)"
         not_seen = sum(tokens["tokens"] for tokens in event["open_segments"])
-        early = "; the search ended early" if ended_early(event) else ""
-        left = f", with {count(not_seen, 'token')} not looked at" if early and not_seen else ""
-        sentences.append(f"{passes} found {count(len(event['culprits']), 'culprit')}{early}{left}.")
+        left = f"; {count(not_seen, 'token')} not looked at" if ended_early(event) and not_seen else ""
+        sentences.append(f"{passes} found {count(len(event['culprits']), 'culprit')}{left}.")
     if event["error"] is not None:
         sentences.append(f"The search failed with an error: {str(clipped(event['error'])).rstrip('.')}.")
     sentences.append((APPLIED if event["applied"] else NOT_APPLIED)[event["action"]])

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge.said import count as count
-from ..judge.said import counted
-from ..judge.said import percent as percent
+from ..judge.said import counted, percent
 from ..threshold import threshold_factor
 
 # Up to so many things, a share of them is said as a count.

@@ -1,4 +1,4 @@
-"""An event in one sentence, and the counts and shares in it."""
+"""An event in one sentence."""
 
 import math
 from typing import Any
