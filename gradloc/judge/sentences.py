@@ -10,7 +10,7 @@ from typing import Any
 from ..guarded import guarded
 from ..lines import Clipped, Event
 from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
-from .said import count
+from .said import count, percent
 
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
@@ -122,5 +122,5 @@ def layer_in_words(units: Sequence[Mapping[str, Any]], ordinary: Mapping[str, fl
     name = max(gains, key=gains.__getitem__, default="")
     if len(shares) < 2 or gains[name] <= (_LAYER_GAIN if usual else LAYER_FRACTION):
         return ""
-    ordinarily = f", ordinarily {usual.get(name, 0.0):.0%}" if usual else ""
-    return f"{name} carries {shares[name]:.0%} of the squared norm{ordinarily}"
+    ordinarily = f", ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
+    return f"{name} carries {percent(shares[name])} of the squared norm{ordinarily}"

@@ -5,7 +5,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from ..facts import Place, TrainedRow
@@ -70,7 +69,7 @@ def verdict(event: Event, rows: Mapping[Place, TrainedRow] | None = None) -> Ver
     None if that fails: a verdict must not cost the event.
     """
     with guarded("no verdict on an event could be made"):
-        facts = [*_shared(event, partial(_is_fact, event))]
+        facts = [*_shared(event, _is_fact)]
         found = _of_no_token(event) or _of_run(event) or _of_tokens(event) or _of_all_tokens(event)
         cause, what = found or (None, _natural(event, facts, rows or {}))
         return {"cause": cause, "facts": facts, **what}
@@ -118,7 +117,7 @@ def _reads(culprit: Culprit) -> bool:
 
 def _of_tokens(event: Event) -> _Found | None:
     """An equality that the culprits break, and ordinary tokens keep."""
-    for fact in _shared(event, partial(_is_cause, event)):
+    for fact in _shared(event, _is_cause):
         name = fact["source"]
         rule = SOURCES[name]
         tokens = [each for each in event["culprits"] if name in each["sources"]]
@@ -129,7 +128,7 @@ def _of_tokens(event: Event) -> _Found | None:
 
 
 def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
-    """Whether it is an equality that neither late weights, other engines nor the update's steps have broken.
+    """Whether a culprit's source is an equality that neither late weights, other engines nor the update's steps break.
 
     A ratio to the rollout that the loss does not read makes no gradient.
     """
@@ -146,15 +145,15 @@ def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
 
 
 def _is_fact(event: Event, source: str, _: Culprit) -> bool:
-    """Whether it is none of an equality; a layer is none if it has most of ordinary tokens' norms, too."""
+    """Whether a source is no broken equality; nor a layer that has most of ordinary tokens' norms, too."""
     usual = layer_shares(event["ordinary_layer_norms"] or {}) if source == "layer" else {}
     return source not in FAULTS and max(usual.values(), default=0.0) <= EXPLAINS
 
 
-def _shared(event: Event, counts: Callable[[str, Culprit], bool]) -> Iterator[Fact]:
-    """What most culprits have in common, of those for which it `counts`, and ordinary tokens far less often."""
+def _shared(event: Event, counts: Callable[[Event, str, Culprit], bool]) -> Iterator[Fact]:
+    """Each source that most culprits have, and for which it `counts`, and ordinary tokens far less often."""
     for source in HOLDS:
-        tokens = sum(source in each["sources"] and counts(source, each) for each in event["culprits"])
+        tokens = sum(source in each["sources"] and counts(event, source, each) for each in event["culprits"])
         share, usual = tokens / max(len(event["culprits"]), 1), event["comparison"]["ordinary"].get(source)
         # One NaN makes the whole gradient NaN.
         enough = tokens > 0 if source == _BROKEN else share >= EXPLAINS
