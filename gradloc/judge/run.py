@@ -8,7 +8,7 @@ from typing import Any
 
 from ..facts import NAMES, TrainedRow
 from ..guarded import ForeseenError
-from ..levels import GAP, LASTS, LEVEL, SAME
+from ..levels import GAP, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
 from .forms import Form

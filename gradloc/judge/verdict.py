@@ -107,11 +107,16 @@ def _of_run(event: Event) -> _Found | None:
     return first["name"], {"claim": claim, "evidence": first["evidence"], "sentence": sentence, "check": first["check"]}
 
 
-def _reads(culprit: Culprit) -> bool:
-    """Whether more has made a coefficient than weight, advantage and ratio, such as the rollout's log-prob."""
+def _without_rollout(culprit: Culprit) -> float:
+    """What a coefficient is made of weight, advantage and ratio alone, without the rollout's log-prob."""
     bypassed = culprit["old_log_prob"] == culprit["rollout_log_prob"]
     ratio = 1.0 if bypassed or culprit["ratio"] is None else culprit["ratio"]
-    expected = -culprit["weight"] * (culprit["advantage"] or 0.0) * ratio
+    return -culprit["weight"] * (culprit["advantage"] or 0.0) * ratio
+
+
+def _reads(culprit: Culprit) -> bool:
+    """Whether the loss reads more of a token, such as the rollout's log-prob."""
+    expected = _without_rollout(culprit)
     return not abs(culprit["coefficient"] - expected) <= _ALONE * abs(expected)
 
 
@@ -130,7 +135,7 @@ def _of_tokens(event: Event) -> _Found | None:
 def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
     """Whether a culprit's source is an equality that neither late weights, other engines nor the update's steps break.
 
-    A ratio to the rollout that the loss does not read makes no gradient.
+    A ratio to the rollout is a cause if the token would be under its threshold without it.
     """
     if source not in ("misaligned", *_RATIOS):
         return source in FAULTS
@@ -141,7 +146,10 @@ def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    return source == "misaligned" or _reads(culprit) and bool(is_apart(rollout, old, _RATIOS[source]))
+    if source == "misaligned":
+        return True
+    is_over = abs(_without_rollout(culprit)) * culprit["grad_norm"] > abs(culprit["coefficient"]) * culprit["threshold"]
+    return not is_over and bool(is_apart(rollout, old, _RATIOS[source]))
 
 
 def _is_fact(event: Event, source: str, _: Culprit) -> bool:

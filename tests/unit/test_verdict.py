@@ -143,7 +143,15 @@ def event(*sources: list[str], **changes: Any) -> dict[str, Any]:
 def culprit(row: int, sources: list[str]) -> dict[str, Any]:
     """Where a ratio is its source, the engines differ, and the loss reads that."""
     far = "token" in sources or "sequence" in sources
-    size = {"grad_norm": 5.0, "advantage": 3.0, "share": 0.5, "weight": 0.25, "coefficient": -0.75, "ratio": 1.0}
+    size = {
+        "grad_norm": 5.0,
+        "threshold": 4.0,
+        "advantage": 3.0,
+        "share": 0.5,
+        "weight": 0.25,
+        "coefficient": -0.75,
+        "ratio": 1.0,
+    }
     size |= {"coefficient": -1.5} if far else {}
     size |= {"log_prob": -1.0, "rollout_log_prob": -0.05 if far else -1.0, "old_log_prob": -1.0, "ref_log_prob": -1.0}
     return {"rank": 0, "micro_batch": 0, "row": row, "sources": sources, "layer_norms": {"a": 9.0, "b": 0.1}, **size}
@@ -198,10 +206,11 @@ def test_a_ratio_that_steps_have_made_is_a_fact_and_no_cause() -> None:
 
 
 @cases("rule", "token", "sequence")
-def test_a_ratio_that_the_loss_does_not_read_is_a_fact_and_no_cause(rule: str) -> None:
+def test_a_ratio_without_which_a_token_would_be_over_its_threshold_is_a_fact_and_no_cause(rule: str) -> None:
+    """It is not in the loss, it makes the gradient smaller, or the token would be over 4 without its factor of 2."""
     spike = event(*[[rule]] * 4)
-    for coefficient, cause in ((-1.5, rule), (-0.75, None)):
-        found = verdict_on(changed(spike, coefficient=coefficient), NONE)
+    for coefficient, norm, cause in ((-1.5, 5.0, rule), (-0.75, 5.0, None), (-0.3, 5.0, None), (-1.5, 8.1, None)):
+        found = verdict_on(changed(spike, coefficient=coefficient, grad_norm=norm), NONE)
         assert found["cause"] == cause and [fact["source"] for fact in found["facts"]] == [rule]
 
 
