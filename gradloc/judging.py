@@ -36,16 +36,21 @@ def asked(
     """
     if not _thread.was_late:
         with guarded(undone):
-            return _thread.run(lambda: _in_form(question(), form))
+            return _thread.run(lambda: in_form(question(), form))
     return otherwise
 
 
-def _in_form(answer: Any, form: Any) -> Any:
+def in_form(answer: Any, form: Any) -> Any:
+    """A plain copy of what the judge says, or has kept.
+
+    Raises:
+        ForeseenError: It is not of the form, one of the types in gradloc/lines.py.
+    """
     if form is Any:
         return answer
     plain = json.loads(json.dumps(answer))
     if not _fits(plain, form):
-        raise ForeseenError(f"its answer has another form than release {__version__} reads: {str(plain)[:200]}")
+        raise ForeseenError(f"it has another form than release {__version__} reads: {str(plain)[:200]}")
     return plain
 
 
@@ -89,7 +94,7 @@ def judged(
     def question() -> dict[str, Any]:
         found = judge.judged(line, rows, answer)
         forms = get_type_hints(of_line, include_extras=True)
-        return unjudged | {name: _in_form(found[name], forms[name]) for name in names}
+        return unjudged | {name: in_form(found[name], forms[name]) for name in names}
 
     return asked(question, unjudged)
 

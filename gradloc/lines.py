@@ -259,6 +259,26 @@ class IdentityState(_IdentityState, total=False):
     late: bool  # of `rollout_log_probs`: true where the rollout may be late, and single tokens far apart by that
 
 
+class StreakState(TypedDict):
+    score: float
+    since: int | None
+    quiet: int
+
+
+class RunRecord(TypedDict):
+    step: int | None
+    readings: dict[str, float]
+    times: dict[str, float]
+    streaks: dict[str, StreakState]
+
+
+class RunRecords(TypedDict):
+    """The records of a run in a checkpoint; their fields are those of `gradloc.judge.records`."""
+
+    version: Annotated[int, ("enum", (2,))]
+    records: list[RunRecord]
+
+
 class Change(TypedDict):
     """Something that changed at a step, which need not be wrong."""
 

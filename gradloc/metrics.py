@@ -16,9 +16,9 @@ from .evidence.token_facts import off_the_rollout
 from .facts import NAMES, SHIFTS, TrainedRow
 from .fsdp import collectives
 from .guarded import guarded
-from .judging import asked
+from .judging import asked, in_form
 from .layers.reduced_norms import ReducedNorms
-from .lines import Answer, Event, Where
+from .lines import Answer, Event, RunRecords, Where
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
 from .measure.update_facts import own_facts
@@ -267,7 +267,7 @@ class RunFacts:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores it."""
         self._state, self.steps_since_resume, self._kept, self._ended = state, 0, None, None
-        self._ask(lambda run: run.load_state_dict(state))
+        self._ask(lambda run: run.load_state_dict(None if state is None else in_form(state, RunRecords)))
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any = None, form: Any = Any) -> Any:
         """What the judge answers. Other ranks go on: an error in it must not end this one.

@@ -3,15 +3,15 @@
 """The updates of a run, as the identities see them: a list of records, the last one being the present."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..levels import LASTS, LEVEL
+from ..lines import RunRecords
 
 # So many updates are kept: the first, of which some things can be told that no later one tells, and the last ones.
 MOST_RECORDS = 64
-_VERSION = 2
 Readings = dict[str, float]
 
 
@@ -85,30 +85,13 @@ def latest(records: Sequence[Any]) -> list[Any]:
     return [*records[:1], *records[1:][1 - MOST_RECORDS :]]
 
 
-def as_state(records: Sequence[Record]) -> dict[str, Any]:
+def as_state(records: Sequence[Record]) -> RunRecords:
     """What a checkpoint keeps of them."""
-    return {"version": _VERSION, "records": [asdict(each) for each in records]}
+    found: Any = [asdict(each) for each in records]
+    return {"version": 2, "records": found}
 
 
-def from_state(state: Any) -> list[Record]:
-    """Restores `as_state`.
-
-    Raises:
-        TypeError, ValueError: It is of another form, or of another version.
-    """
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        raise ValueError(f"run records of version {_VERSION} are expected")
-    return [_record(**each) for each in latest(state["records"])]
-
-
-def _record(step: Any, readings: Mapping[str, Any], times: Mapping[str, Any], streaks: Mapping[str, Any]) -> Record:
-    known, usual = ({str(name): float(value) for name, value in of.items()} for of in (readings, times))
-    return Record(_step(step), known, usual, {str(name): _streak(**of) for name, of in streaks.items()})
-
-
-def _streak(score: Any, since: Any, quiet: Any) -> Streak:
-    return Streak(float(score), _step(since), int(quiet))
-
-
-def _step(value: Any) -> int | None:
-    return None if value is None else int(value)
+def from_state(state: RunRecords) -> list[Record]:
+    """Restores `as_state`."""
+    streaks = ({name: Streak(**of) for name, of in each["streaks"].items()} for each in state["records"])
+    return latest([Record(**{**each, "streaks": of}) for each, of in zip(state["records"], streaks, strict=True)])

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..facts import NAMES, TrainedRow
-from ..guarded import ForeseenError
 from ..levels import GAP, LEVEL, SAME
-from ..lines import Answer, IdentityState, RunWarning
+from ..lines import Answer, IdentityState, RunRecords, RunWarning
 from .changes import changes
 from .forms import Form
 from .identities import BY_NAME, Found, check, may_be_late, measured
@@ -130,22 +129,13 @@ class Run:
         now |= _jump(before, now)
         return measured([*self._records, Record(self._step, now)], at_once)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RunRecords:
         """What later updates are compared with, for any number of ranks."""
         return as_state([*self._records, *([self._present()] if self._has_sums else [])])
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen.
-
-        Raises:
-            ForeseenError: It is of another form.
-        """
-        self._begin([], 0)
-        if state is not None:
-            try:
-                self._begin(from_state(state), 0)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ForeseenError(f"the records of the run are of another form ({error})") from error
+    def load_state_dict(self, state: RunRecords | None) -> None:
+        """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
+        self._begin([] if state is None else from_state(state), 0)
 
 
 def _news(records: Sequence[Record], warnings: Sequence[RunWarning], states: Mapping[str, IdentityState]) -> list[str]:
