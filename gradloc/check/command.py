@@ -13,31 +13,27 @@ exit codes: 0  all identities that could be checked hold
             2  wrong usage, or the files cannot be read
 """
 
-import html
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ..evidence.writer import jsonable
-from ..report.identities import identities_of, identity_rows
-from ..report.view import Column, Table
+from ..report.identities import claim_of, identity_rows, remarks_of
+from ..report.page import assemble, packed
+from ..report.spike_view import Spec, of_field, table_of
+from ..report.view import Column, Table, View
 from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
-from ..tools.figures import short, shown, visible
+from ..tools.figures import shown, visible
 from ..tools.files import write_output
 from ..tools.reading import Evidence, read
 
 _EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
-_NAMES = {
-    **{"token_id": "token", "response_mask": "mask", "log_prob": "training", "old_log_prob": "old"},
-    **{"rollout_log_prob": "rollout", "ref_log_prob": "reference"},
-}
-_PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>GradLoc check</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<style>body{font:16px system-ui;max-width:72rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem .2rem 0;
-text-align:left;vertical-align:top}</style>"""
+_IDENTITIES = (Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is"))
+_ROW: Spec = (Column("Row", "row"), itemgetter("row"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,53 +78,39 @@ def _of_evidence(path: str) -> tuple[str, Evidence, list[Any]]:
 
 def _say(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]], options: Any) -> int:
     """Prints and writes what was found; returns the exit code."""
-    found: Any = identities_of(evidence, where)
-    states = found["states"]
-    said = {name: warning for (name, _), (_, warning) in evidence.broken.items() if name in states}
-    warnings = [said[name] for name in states if name in said and states[name]["state"] == "broken"]
-    texts = [found["claim"], *(text for each in warnings[:1] for text in (each["sentence"], each["check"]))]
-    texts, tables = [*map(visible, texts)], [_of_identities(evidence), *_of_rows(rows)]
+    states, view = evidence.identities, _view(where, evidence, rows)
+    broken = [name for name in states if states[name]["state"] == "broken"]
     if options.json:
-        for name in said:
-            if states[name]["state"] != "broken":
-                states[name]["missing"] = states[name]["missing"] or "it was broken in an earlier step"
+        said = {name: warning for (name, _), (_, warning) in evidence.broken.items() if name in states}
+        for name in said.keys() - set(broken):
+            states[name]["missing"] = states[name]["missing"] or "it was broken in an earlier step"
+        warnings = [said[name] for name in broken if name in said]
         found = {"where": where, "identities": states, "warnings": warnings, "rows": rows}
         print(json.dumps(jsonable(found), indent=2, allow_nan=False))
     else:
-        from ..report.terminal import print_texts_and_tables  # needs rich
+        from ..report.terminal import print_report  # needs rich
 
-        print_texts_and_tables(texts, tables)
+        print_report(view, everything=False)
     if options.html:
-        body = [f"<p>{html.escape(text)}" for text in texts] + [_html(table) for table in tables]
-        write_output(options.html, _PAGE + "\n".join(body))
-    return int(any(state["state"] == "broken" for state in states.values()))
+        write_output(options.html, assemble(packed(view)))
+    return int(bool(broken))
 
 
-def _of_identities(evidence: Evidence) -> Table:
-    """The report's table without lines over the run, and with what holds where nothing is to be said."""
-    columns = Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is")
-    rows = identity_rows(evidence)
-    return Table("", columns, [(name, state, times, what or holds) for holds, name, state, times, _, what in rows])
-
-
-def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """The rows, then their tokens."""
+def _view(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]]) -> View:
+    """What was found as the report draws it: the identities, then the rows and their tokens."""
+    claim = visible(claim_of(evidence.identities, where))
+    states = [(name, state, times, what or holds) for holds, name, state, times, _, what in identity_rows(evidence)]
     tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
     bare = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
-    found = {
-        "Rows in which the first is most off": bare,
-        "Tokens where the first is most off, with log-probs side by side": tokens,
+    tables = {
+        "identities": Table("The identities", _IDENTITIES, states),
+        "worst": _of_lines("Rows in which the first is most off", bare),
+        "beside": _of_lines("Tokens where the first is most off, with log-probs side by side", tokens),
     }
-    return [_of_lines(title, lines) for title, lines in found.items() if lines and len(lines[0]) > 1]
+    return View(claim, identities=[claim], warnings=remarks_of(evidence), tables=tables)
 
 
 def _of_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    columns = [Column(_NAMES.get(name, name), "row" if name == "row" else "") for name in lines[0]]
-    rows = [[shown(each) if isinstance(each, str) else short(each) for each in line.values()] for line in lines]
-    return Table(title, columns, rows)
-
-
-def _html(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(column.name)}" for column in table.columns)
-    rows = ("".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in table.rows)
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}{''.join(f'<tr>{row}' for row in rows)}</table>"
+    """A table of what is known of rows or tokens; empty if that is their place alone."""
+    _, *names = lines[0] if lines else ("row",)
+    return table_of(title, [_ROW, *map(of_field, names)], lines if names else ())

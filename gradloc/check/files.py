@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which identities hold in the steps that files have: records, verl's batches, prime-rl's exports, a bundle."""
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ..bundles.limits import MANIFEST
 from ..convert.batches import read_batch
-from ..convert.records import Record, RecordError, bounded_memory, json_lines, parquet_rows, read_record
-from ..convert.told import Told, told, told_by_records
+from ..convert.records import Record, RecordError, bounded_memory, read_records
+from ..convert.told import Told, told_by_records
 from ..facts import NAMES
 from ..judge import Run
 from ..judge.run import RESUME_STEPS
@@ -23,17 +24,12 @@ from .most_off import most_off
 
 _BATCHES = (".pt", ".pth", ".pkl", ".pickle")
 _KNOWN = (".jsonl", ".parquet", *_BATCHES)
-# The files of a step of prime-rl's token exports, and by our names their fields.
+# The files of a step of prime-rl's token exports.
 _EXPORT = "rank_*.jsonl"
-_PRIME_RL = {
-    "response_ids": "token_ids",
-    "response_mask": "loss_mask",
-    "advantages": "advantages",
-    "log_probs": "trainer_logprobs",
-    "rollout_log_probs": "inference_logprobs",
-}
 # What was checked, what is known of it, and the rows in which the first broken identity is most off.
 Checked = tuple[str, Evidence, list[dict[str, Any]]]
+# The responses of a step, after its number, if that is known.
+Step = tuple[int | None, Told]
 
 
 def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
@@ -53,7 +49,7 @@ def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
         raise OSError(str(error)) from error
 
 
-def _checked(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Checked:
+def _checked(steps: Iterator[Step], first_step: bool) -> Checked:
     summed = ((number, step, step.facts()) for number, step in steps)
     begun = [*islice(summed, 2)]
     if not begun:
@@ -88,37 +84,6 @@ def _checked(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Chec
     return f"{sum(lengths):,} responses of {where}", evidence, next(rows, [])
 
 
-@dataclass(frozen=True)
-class _Bundled(Told):
-    """The responses of a bundle; its `event` may have what training, or a conversion, has said of the update."""
-
-    event: Any = None
-
-    def explained(self, answer: Any) -> Any:
-        """What was said of the update, and what is broken by its tokens alone."""
-        said = self.event if self.event.get("identities") else answer
-        own = {each["identity"]: each for each in answer["warnings"]}
-        if self.event["search"] == "converted":  # its tokens have what records lacked
-            own = {}
-        states = {
-            name: state if name in own else said["identities"].get(name, state)
-            for name, state in answer["identities"].items()
-        }
-        return {"identities": states, "warnings": [*said["warnings"], *own.values()]}
-
-
-def _bundled(path: Path) -> tuple[int | None, Told]:
-    """The step of a bundle."""
-    bundle = open_bundle(path)
-    event, tokens, places = bundle.event, [], []
-    for (rank, index), saved in bundle.micro_batches.items():
-        for i, row in enumerate(bundle.rows[rank, index]):
-            tokens.append({name: values[i : i + 1] for name, values in saved.tokens.items()})
-            places.append(f"rank {rank}, row {row}")
-    is_first = event["epoch"] == event["mini_batch"] == 0
-    return event["global_step"], _Bundled(places, tokens, (), {}, event["epoch"], is_first, event)
-
-
 def _listed(path: Path) -> list[Path]:
     """The files of a path: itself, or those in a folder, and in its folders those of prime-rl's exports."""
     if not path.is_dir() or (path / MANIFEST).exists():
@@ -129,6 +94,30 @@ def _listed(path: Path) -> list[Path]:
     return sorted(known)
 
 
+def _steps(paths: Sequence[Path]) -> Iterator[Step]:
+    """The steps in order; those whose files have one number are in memory together.
+
+    Records of one step may be in several files; a batch is a step.
+    """
+    numbered = sorted(((_number(path), path) for path in paths), key=_place)
+    for number, group in groupby(numbered, key=itemgetter(0)):
+        steps: list[Step] = []
+        files = []
+        for _, path in group:
+            if path.is_dir():
+                steps.append(_bundled(path))
+            elif path.suffix.lower() in _BATCHES:
+                step, batch = read_batch(path)
+                steps.append((number if step is None else step, batch))
+            else:
+                files.append(path)
+        records: defaultdict[int | None, list[Record]] = defaultdict(list)
+        for record in read_records(files, for_check=True):
+            records[number if record.step is None else record.step].append(record)
+        steps += [(step, told_by_records(of)) for step, of in records.items()]
+        yield from sorted(steps, key=_place)
+
+
 def _number(path: Path) -> int | None:
     """The step in a name, as in step12-rank0.jsonl or 12.pt; of an export, in that of its folder."""
     path = path.parent if path.match(_EXPORT) else path
@@ -136,40 +125,22 @@ def _number(path: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _in_order(number: int | None) -> tuple[bool, int]:
-    return number is None, number or 0
+def _place(numbered: tuple[int | None, Any]) -> float:
+    """Among others in order: what has no number comes last."""
+    return math.inf if numbered[0] is None else numbered[0]
 
 
-def _steps(paths: Sequence[Path]) -> Iterator[tuple[int | None, Told]]:
-    """The steps in order. Records of one step may be in several files; a batch is a step."""
-    for number, group in groupby(sorted(paths, key=lambda path: _in_order(_number(path))), key=_number):
-        found: list[tuple[int | None, Told]] = []
-        records: defaultdict[int | None, list[Record]] = defaultdict(list)
-        for path in group:
-            try:
-                if path.is_dir():
-                    found.append(_bundled(path))
-                elif path.suffix.lower() in _BATCHES:
-                    columns, step = read_batch(path)
-                    found.append((number if step is None else step, told(columns)))
-                else:
-                    for record in _records(path):
-                        records[number if record.step is None else record.step].append(record)
-            except (RecordError, BundleError):
-                raise
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-                raise RecordError(f"{path} has columns that do not fit together: {error!r:.200}") from error
-        found += [(step, told_by_records(of)) for step, of in records.items()]
-        yield from sorted(found, key=lambda step: _in_order(step[0]))
-
-
-def _records(path: Path) -> Iterator[Record]:
-    """The records of a file; of one of prime-rl's exports, the responses that have tokens of the loss."""
-    for place, fields in (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path):
-        if path.match(_EXPORT) and isinstance(fields, dict) and {"token_ids", "loss_mask"} <= fields.keys():
-            start = next((i for i, trained in enumerate(fields["loss_mask"]) if trained), None)
-            if start is None:
-                continue
-            known = {"prompt_ids": fields["token_ids"][:start], "rank": fields["rank"], "step": fields.get("step")}
-            fields = known | {name: fields[of][start:] for name, of in _PRIME_RL.items()}
-        yield read_record(fields, place, for_check=True)
+def _bundled(path: Path) -> Step:
+    """The step of a bundle, with what training, or a conversion, has said of it."""
+    bundle = open_bundle(path)
+    event, tokens, places = bundle.event, [], []
+    for (rank, index), saved in bundle.micro_batches.items():
+        known = {**saved.tokens}
+        if bundle.is_converted:  # which computes what records lack
+            del known["coefficient"]
+        for i, row in enumerate(bundle.rows[rank, index]):
+            tokens.append({name: values[i : i + 1] for name, values in known.items()})
+            places.append(f"rank {rank}, row {row}")
+    is_first = event["epoch"] == event["mini_batch"] == 0
+    said = event.get("identities", {}), event.get("warnings", ())  # older releases had none
+    return event["global_step"], Told(places, tokens, (), *said, event["epoch"], is_first)

@@ -31,27 +31,26 @@ def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> 
         state: Any = of_one_step(step.facts(of), rows, is_first)["identities"].get(identity, {})
         return state.get("times") or (math.inf if state.get("state") == "broken" else 0.0)
 
-    keys: Sequence[Any] = range(len(step.tokens))
-    if identity in _OF_GROUPS:
-        keys = [row.prompt if warning["name"] == "groups_of_one" else row.uid for row in step.rows]
+    if identity not in _OF_GROUPS:
+        off = sorted(range(len(step.tokens))[:_LOOKED_AT], key=lambda i: times([i]), reverse=True)[:_SHOWN]
+        return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for i in off if times([i])]
     groups: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
-        groups[key].append(i)
-    off = sorted([*groups.values()][:_LOOKED_AT], key=times, reverse=True)
-    if identity in _OF_GROUPS:  # if none alone shows a fault, the first one is an example
-        return [_told_of(step, i) for group in off[:1] for i in _of_group(identity, step.rows, group)[:_SHOWN]]
-    return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for (i,) in off[:_SHOWN] if times([i])]
+    for i, row in enumerate(step.rows):
+        groups[row.prompt if warning["name"] == "groups_of_one" else row.uid].append(i)
+    # If none alone shows a fault, the first one is an example.
+    worst = max([*groups.values()][:_LOOKED_AT], key=times, default=[])
+    return [_told_of(step, i) for i in _of_group(identity, step.rows, worst)[:_SHOWN]]
 
 
 def _of_group(identity: str, rows: Sequence[TrainedRow], group: Sequence[int]) -> list[int]:
     """The rows that show what is wrong with a group: the same response, other prompts, or rewards and advantages."""
     if identity == "responses":
-        (often, _), *_ = Counter(rows[i].response for i in group).most_common(1)
-        return [i for i in group if rows[i].response == often]
+        times = Counter(rows[i].response for i in group)
+        return sorted(group, key=lambda i: -times[rows[i].response])
     if identity == "groups":
-        return [*{(rows[i].uid, rows[i].prompt): i for i in reversed(group)}.values()][::-1]
+        return [*{(rows[i].uid, rows[i].prompt): i for i in group}.values()]
     ordered = sorted(group, key=lambda i: (rows[i].reward or 0.0, -(rows[i].advantage or 0.0)))
-    return [*dict.fromkeys((ordered[0], ordered[len(ordered) // 2], ordered[-1]))]
+    return [*dict.fromkeys(ordered[:1] + ordered[len(ordered) // 2 :][:1] + ordered[-1:])]
 
 
 def _told_of(step: Told, i: int) -> dict[str, Any]:

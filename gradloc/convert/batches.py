@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..adapters.update_evidence import REWARDS
 from .records import TOKENS, RecordError, check_file
-from .told import COLUMNS
+from .told import COLUMNS, Told, told
 
 # A small file may keep a dict busy for hours.
 SECONDS = 120
@@ -50,11 +50,11 @@ class _Unpickler(pickle._Unpickler):  # in Python, so that it can be interrupted
         return _Kept
 
 
-def read_batch(path: Path) -> tuple[dict[str, Any], int | None]:
-    """The columns of a file, as `told` takes them, and its step, if it is known.
+def read_batch(path: Path) -> tuple[int | None, Told]:
+    """The step of a file's batch, if it is known, and its responses.
 
     Raises:
-        RecordError: It is no batch, or needs code to be read.
+        RecordError: It is no batch, needs code to be read, or has columns that do not fit together.
         OSError: It cannot be read.
     """
     check_file(path)
@@ -74,7 +74,10 @@ def read_batch(path: Path) -> tuple[dict[str, Any], int | None]:
     if "response_mask" not in columns:
         raise RecordError(problem.format("it has no response_mask"))
     step = meta.get("global_steps", found.get("global_steps"))
-    return columns, step if type(step) is int else None
+    try:
+        return step if type(step) is int else None, told(columns)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise RecordError(f"{path} has columns that do not fit together: {error!r:.200}") from error
 
 
 @contextmanager

@@ -35,10 +35,20 @@ FIELDS = (
     *("temperature", "rank", "micro_batch", "uid", "reward", "step"),
 )
 
-# By their fields, files of other trainers that have no token ids, and what to do instead.
-_TEXTS: Mapping[tuple[str, str], str] = {
-    ("prompt", "completion"): "in TRL, train with RecordingTrainer of examples/trl_records.py",
-    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True, which keeps bundles of its own",
+_NO_IDS = "texts only, no token ids;"
+# By their fields, what other trainers write that is no record, and what to do instead.
+_OTHERS: Mapping[tuple[str, str], str] = {
+    ("prompt", "completion"): f"{_NO_IDS} in TRL, train with RecordingTrainer of examples/trl_records.py",
+    ("input", "output"): f"{_NO_IDS} in verl, set actor_rollout_ref.actor.spike_detection=True, which keeps bundles",
+    ("token_ids", "loss_mask"): "an export of prime-rl's; examples/prime_rl_records.py makes records of it",
+}
+# By our names, the fields of prime-rl's token exports.
+_OF_EXPORT: Mapping[str, str] = {
+    "response_ids": "token_ids",
+    "response_mask": "loss_mask",
+    "advantages": "advantages",
+    "log_probs": "trainer_logprobs",
+    "rollout_log_probs": "inference_logprobs",
 }
 TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31
@@ -138,12 +148,12 @@ def read_record(
 
 
 def _check_ids(names: Collection[str], place: str) -> bool:
-    """Whether there are token ids among fields of these names; refuses those of another trainer that has texts only."""
+    """Whether there are token ids among fields of these names; refuses those of another trainer that are no record."""
     if "response_ids" in names or "input_ids" in names:
         return True
-    for texts, instead in _TEXTS.items():
-        if all(name in names for name in texts):
-            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
+    for fields, instead in _OTHERS.items():
+        if all(name in names for name in fields):
+            raise RecordError(f"{place}: {instead}.")
     return False
 
 
@@ -249,8 +259,10 @@ def check_file(path: Path) -> None:
         raise RecordError(f"{path} has {found.st_size:,} bytes, and {FILE_BYTES:,} are the limit.")
 
 
-def read_records(paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite: bool = False) -> Iterator[Record]:
-    """The records of JSON Lines and Parquet files; see `read_record`.
+def read_records(
+    paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite: bool = False, for_check: bool = False
+) -> Iterator[Record]:
+    """The records of JSON Lines and Parquet files, `for_check` also those of prime-rl's exports; see `read_record`.
 
     Raises:
         RecordError: A file or a record is malformed, or there are too many.
@@ -258,16 +270,28 @@ def read_records(paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite
     """
     count = tokens = 0
     for path in paths:
-        for place, fields in (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path):
-            record = read_record(fields, place, temperature, keep_nonfinite)
+        lines = (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path)
+        for place, fields in filter(None, map(_of_export, lines)) if for_check else lines:
+            record = read_record(fields, place, temperature, keep_nonfinite, for_check)
             count += 1
             tokens += len(record.row.input_ids)
             for what, number, most in (("records", count, RECORDS), ("tokens", tokens, TOKENS)):
                 if number > most:
                     raise RecordError(f"{place} is one too many: {most:,} {what} are the limit.")
             yield record
-    if not count:
-        raise RecordError("There is no record.")
+
+
+def _of_export(line: tuple[str, Any]) -> tuple[str, Any] | None:
+    """A line, after its place, with one of prime-rl's exports as a record; None if no token of that is in the loss."""
+    place, fields = line
+    if not isinstance(fields, Mapping) or "response_ids" in fields or not {"token_ids", "loss_mask"} <= fields.keys():
+        return line
+    if lacks := [name for name in _OF_EXPORT.values() if not isinstance(fields.get(name), list)]:
+        raise RecordError(f"{place} is an export of prime-rl's, and has no list {lacks[0]!r}.")
+    start = next((i for i, trained in enumerate(fields["loss_mask"]) if trained), None)
+    lists = {name: fields[of][start:] for name, of in _OF_EXPORT.items()}
+    whole = {"prompt_ids": fields["token_ids"][:start], "rank": fields.get("rank"), "step": fields.get("step")}
+    return None if start is None else (place, whole | lists)
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

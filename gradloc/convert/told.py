@@ -13,9 +13,9 @@ from torch import Tensor
 from ..adapters.update_evidence import EVIDENCE_KEYS, REWARDS, TrainedData
 from ..facts import TrainedRow
 from ..judge import of_one_step
-from ..lines import Answer
+from ..lines import Answer, IdentityState, RunWarning
 from ..measure.update_facts import own_facts
-from .records import Record
+from .records import Record, RecordError
 
 # By the name in a micro-batch, the column; the last three are of the update, and verl has them in no batch.
 COLUMNS: Mapping[str, str] = {
@@ -45,7 +45,9 @@ class Told:
     # What is known of the tokens of each: of shape (1, length), by the names in a micro-batch.
     tokens: Sequence[Mapping[str, Tensor]]
     rows: Sequence[TrainedRow]  # each as a row; none if nothing tells prompts apart
-    missing: Mapping[str, str]  # by identity, why it cannot be checked
+    # What is known of identities without the judge: why some cannot be checked, or of a bundle, what was said before.
+    states: Mapping[str, IdentityState]
+    warnings: Sequence[RunWarning] = ()
     epoch: int = 0  # see `own_facts`
     is_first: bool = True
 
@@ -59,12 +61,12 @@ class Told:
         return self.explained(of_one_step(self.facts(), self.rows, is_first))
 
     def explained(self, answer: Answer) -> Answer:
-        """An answer that says which columns an identity lacks."""
+        """An answer, and what is known besides: an identity is broken if either says so."""
         states = dict(answer["identities"])
-        for name, why in self.missing.items():
-            if states[name]["state"] != "broken":
-                states[name] = {"state": "unchecked", "times": None, "since": None, "missing": why}
-        return {**answer, "identities": states}
+        for name, state in self.states.items():
+            if state["state"] == "broken" or states.get(name, state)["state"] != "broken":
+                states[name] = state
+        return {**answer, "identities": states, "warnings": [*answer["warnings"], *self.warnings]}
 
 
 def told(columns: Mapping[str, Any], places: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Told:
@@ -99,7 +101,10 @@ def told(columns: Mapping[str, Any], places: Sequence[str] = (), names: Mapping[
     if "uid" not in columns:  # prompts tell them apart as well
         prompts = {prompt: f"prompt {i}" for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows), 1)}
         rows = [replace(row, uid=prompts[row.prompt]) for row in rows if row.prompt is not None]
-    return Told(places or [f"row {i}" for i in range(len(tokens))], tokens, rows, missing)
+    states: dict[str, IdentityState] = {
+        name: {"state": "unchecked", "times": None, "since": None, "missing": why} for name, why in missing.items()
+    }
+    return Told(places or [f"row {i}" for i in range(len(tokens))], tokens, rows, states)
 
 
 def _rows(column: Any) -> list[Tensor]:
@@ -141,7 +146,9 @@ def _missing(
 
 
 def told_by_records(records: Sequence[Record]) -> Told:
-    """What records say; a column counts if all of them have it."""
+    """What records say; a column counts if all of them have it. Without any, it raises `RecordError`."""
+    if not records:
+        raise RecordError("There is no record.")
     columns: dict[str, Any] = {name: [each.tokens.get(own) for each in records] for own, name in COLUMNS.items()}
     columns["rollout_log_probs"] = [record.sampled for record in records]
     columns["uid"] = [record.uid for record in records]

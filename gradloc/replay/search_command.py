@@ -20,7 +20,7 @@ from ..evidence.writer import event_line, jsonable
 from ..fsdp import collectives
 from ..measure import passes
 from ..measure.passes import Forward
-from ..report.build import TABLE_ROWS
+from ..report.build import TABLE_ROWS, build
 from ..report.page import write_page
 from ..tools.command_line import in_a_sentence
 from ..tools.figures import count, ranges, short, visible
@@ -192,7 +192,7 @@ def _report(options: argparse.Namespace, bundle: Bundle, model: Model, searched:
         texts = [f"Search of {bundle.path.name}", where, "", *sentences]
         print_texts_and_tables([visible(text) for text in texts], (), [visible(note) for note in notes])
         if searched.found is not None:
-            print_report(shown, TABLE_ROWS, everything=False)
+            print_report(build(shown, TABLE_ROWS, details=0), everything=False)
     if options.html:
         write_page(shown if directory is None else read(directory), options.html)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)

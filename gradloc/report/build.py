@@ -12,7 +12,7 @@ from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
 from .charts import HINTS, clips_chart, levels, run_chart, steps_or_numbers
-from .identities import HINT, identity_rows, said_of
+from .identities import HINT, identity_rows, remarks_of, said_of
 from .replays import next_said, replay_tables
 from .spike_view import (
     CULPRITS,
@@ -62,23 +62,12 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
     rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
-    said = _said_by_verdict(largest_of(evidence, 1))
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
         identities=[*map(visible, said_of(summary["identities"]))],
         alarms=_alarms(summary),
-        warnings=[
-            *(
-                (
-                    visible(f"{each['when']}: {each['sentence']}"),
-                    [visible(each["check"])],
-                    "said" * (each.get("identity", each["name"]) in said),
-                )
-                for each in summary["warnings"]
-            ),
-            *((visible(sentence), [], "change") for sentence in summary["changes"]),
-        ],
+        warnings=remarks_of(evidence, _said_by_verdict(largest_of(evidence, 1))),
         drills=[
             (drill["text"], [*map(visible, drill["advice"])], "found" if drill["found"] else "failed")
             for drill in summary["drills"]

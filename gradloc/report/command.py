@@ -17,7 +17,7 @@ from ..tools.command_line import argument, in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.reading import Evidence, read
-from .build import DETAILED, TABLE_ROWS
+from .build import DETAILED, TABLE_ROWS, build
 from .comparison import compare, remarks, tables
 from .page import write_page
 from .summary import lost_spikes, summarize
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
         return 2
-    return 0
 
 
 def _report(runs: Sequence[Evidence], options: Namespace) -> None:
@@ -72,7 +71,7 @@ def _report(runs: Sequence[Evidence], options: Namespace) -> None:
         from .terminal import print_report, print_texts_and_tables  # needs rich
 
         if len(runs) == 1:
-            print_report(runs[0], options.top, options.all)
+            print_report(build(runs[0], options.top or TABLE_ROWS, details=0), options.all, short=not options.top)
         else:
             figures = compare(*runs)
             print_texts_and_tables(remarks(figures), tables(figures))

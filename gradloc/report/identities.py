@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said first: which identities hold, what is or was broken, and what has changed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..judge.identities import BY_NAME
@@ -11,7 +11,7 @@ from ..levels import LASTS, LEVEL
 from ..tools.figures import SHORT_CHARACTERS, TEXT_CHARACTERS, clipped, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import as_a_command
-from .view import Cell, sparkline
+from .view import Cell, Remark, sparkline
 
 # How many warnings are told apart, changes and spans of steps are shown, and points of a line drawn.
 _WARNINGS, _CHANGES, _SPANS, _POINTS = 64, 8, 8, 100
@@ -22,19 +22,15 @@ HINT = (
 _STATES = {"held": "holds", "broken": "broken", "unchecked": "not checked"}
 
 
-def identities_of(evidence: Evidence, where: str | None = None) -> dict[str, Any] | None:
+def identities_of(evidence: Evidence) -> dict[str, Any] | None:
     """The `step` in which identities were checked last, their `states`, and these in words; None without any.
 
     In words: `claim`, that is how many hold and which are broken; and which were `off` at times.
-
-    Args:
-        where (str, optional): What was checked; default: the step.
     """
     states, step = evidence.identities, evidence.checked_in
     if not states:
         return None
-    known = None if step is None else f"step {step}"
-    claim = _claim(states, where or known)
+    claim = claim_of(states, None if step is None else f"step {step}")
     return {"step": step, "claim": claim, "off": _off_at_times(evidence), "states": states}
 
 
@@ -48,8 +44,8 @@ def said_of(found: Mapping[str, Any] | None) -> list[str]:
     return [found["claim"], *unchecked, *off]
 
 
-def _claim(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
-    """How many hold, and which are broken."""
+def claim_of(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
+    """How many hold, and which are broken, `where` they were checked."""
     held, broken, unchecked = ([name for name in states if states[name]["state"] == state] for state in _STATES)
     there = "" if where is None else f" in {where}"
     if broken:
@@ -99,6 +95,19 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def remarks_of(evidence: Evidence, said: Collection[str] = ()) -> list[Remark]:
+    """What is or was broken, with how to check it, and what has changed; `said`: what a verdict says as well."""
+    warnings = [
+        (
+            visible(f"{each['when']}: {each['sentence']}"),
+            [visible(each["check"])],
+            "said" * (each.get("identity", each["name"]) in said),
+        )
+        for each in warnings_of(evidence)
+    ]
+    return [*warnings, *((visible(sentence), [], "change") for sentence in changes_of(evidence))]
 
 
 def _warnings_by_step(evidence: Evidence) -> dict[str, dict[int | None, Mapping[str, Any]]]:

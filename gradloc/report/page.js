@@ -22,8 +22,8 @@ function start() {
     section.hidden = !(view.charts[name] || view.texts[name] || view[name]?.length);
   }
   document.title = `${view.title} · GradLoc`;
-  const { identities, sources, tokens } = tables;
-  showContent({ title: view.title, ...view.texts, identities, sources, tokens });
+  const { identities, worst, beside, sources, tokens } = tables;
+  showContent({ title: view.title, ...view.texts, identities, worst, beside, sources, tokens });
   for (const list of ["alarms", "warnings", "drills", "notes"]) fill(list, view[list].map(makeRemark));
   fill("figures", makeTerms(view.facts.map(([name, value, more]) => [name, [value, make("small", {}, more)]])));
   fill("replay-list", view.replays.map(makeReplay));

@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..tools.reading import Evidence
-from .build import TABLE_ROWS, build
-from .view import Cell, Column, Table
+from .view import Cell, Column, Table, View
 
 # How many culprits of a single spike are listed.
 _SHORT = 5
@@ -24,14 +22,13 @@ _STYLES |= {"change": ("", ""), "found": ("green", ""), "failed": ("bold red", "
 _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
 
-def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
-    """Prints the report on a run.
+def print_report(view: View, everything: bool, short: bool = False) -> None:
+    """Prints a view that was built without details.
 
     Args:
-        top (int, optional): How many of the largest spikes and culprits are listed; None for few of them.
         everything (bool): Whether to print all that is known, and not only what is to be done.
+        short (bool): Whether of the culprits of a single spike, few are listed.
     """
-    view = build(evidence, top or TABLE_ROWS, details=0)
     console = new_console()
     console.print()
     for text in view.alarms:
@@ -42,12 +39,13 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
             _print_list(console, [text, *more], *_STYLES[kind])
     _print_list(console, view.opening)
     tables = {name: table for name, table in view.tables.items() if table.rows}
-    if everything or "happened" not in tables:
+    has_spikes = "happened" in tables
+    if has_spikes and not everything:
+        first = next(filter(tables.get, ("spikes", "culprits", "parts", "suspected")), "happened")
+        tables = {first: _shortened(tables[first]) if short and first != "spikes" else tables[first]}
+    elif view.facts:
         facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
         console.print(Text("   ".join(facts), style="dim"))
-    else:
-        first = next(filter(tables.get, ("spikes", "culprits", "parts", "suspected")), "happened")
-        tables = {first: tables[first] if top or first == "spikes" else _shortened(tables[first])}
     for name, table in tables.items():
         print_table(console, table)
         if name == "clips":
@@ -59,7 +57,7 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
         print_table(console, Table("Replays", (Column("Step", "num"), Column("")), said))
     if view.notes:
         console.print(Text("\n" + "\n".join(view.notes), style="yellow"))
-    if not everything and view.tables["happened"].rows:
+    if has_spikes and not everything:
         console.print(Text("\nMore: --all, or --html report.html", style="dim"))
     console.print()
 

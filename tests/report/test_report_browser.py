@@ -28,6 +28,7 @@ from evidence import (
     write_replay,
     write_steps,
 )
+from pages import unpacked
 from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
@@ -35,7 +36,9 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import gradloc.judge
+import trees
 from gradloc import report
+from gradloc.check.command import main as check
 from gradloc.evidence.writer import record_step
 from gradloc.judge.rules import SOURCES
 from gradloc.report import page as page_file
@@ -226,6 +229,23 @@ def test_the_page_shows_what_the_view_has(page: Page, whole_run: Path) -> None:
         script = "return [...document.querySelectorAll(arguments[0])].map((marks) => marks.children.length)"
         assert page.driver.execute_script(script, f"#{name} .series.marks") == marks
     assert len(view.spikes) > 40 and page.all("img") == [] and len(page.all("script")) == 2
+
+
+def test_the_page_of_a_check_shows_what_its_view_has(page: Page, tmp_path: Path) -> None:
+    out = tmp_path / "check.html"
+    assert check([str(trees.ROOT / "examples/spike/replay/step4-epoch0-mini_batch0"), "--html", str(out)]) == 1
+    page.driver.get(out.as_uri())
+    page.wait(lambda: page.one("#title").text)
+    view = unpacked(out.read_text())
+    assert page.texts("h1") == [flat(view["title"])] and page.texts("#warnings > li") == list(
+        map(flat, view["warnings"])
+    )
+    for name in ("identities", "beside"):
+        assert page.one(f"#{name}").is_displayed()
+        assert page.texts(f"#{name} tbody td:last-child") == [plain(row[-1]) for row in view["tables"][name]["rows"]]
+    # Of rows, nothing is known; of spikes, nothing is said.
+    hidden = ("worst", "detail", "figures", "clips", "replays", "help")
+    assert [name for name in hidden if page.one(f"#{name}").is_displayed()] == []
 
 
 def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, whole_run: Path) -> None:

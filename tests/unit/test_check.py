@@ -14,6 +14,7 @@ import pandas
 import pytest
 import torch
 from notation import Capsys, cases
+from pages import unpacked
 from small_bundles import Pickled
 from tensordict import NonTensorStack, TensorDict
 
@@ -417,6 +418,8 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
         ("a.jsonl", b"[1]\n", "line 1 is not an object with fields."),
         ("b.jsonl", b"", "There is no record."),
         ("c.jsonl", b'{"input": "a", "output": "b"}\n', "texts only, no token ids; in verl, set"),
+        ("rank_0.jsonl", b'{"token_ids": [1], "loss_mask": [true]}\n', "prime-rl's, and has no list 'advantages'."),
+        ("rank_1.jsonl", b'{"token_ids": [1], "loss_mask": true}\n', "prime-rl's, and has no list 'loss_mask'."),
         ("d.pt", b"x", "no code of a file is run"),
         ("e.pkl", pickle.dumps([1]), "no code of a file is run"),
         ("f.pkl", pickle.dumps({"prompts": 1}), "it has no response_mask"),
@@ -490,6 +493,8 @@ def test_a_step_of_prime_rls_exports(check: Any, tmp_path: Path) -> None:
                     one[name] = [0.0] * length + line[own]
                 exported.append(one)
         write(tmp_path / "step_12" / f"rank_{rank}.jsonl", exported)
+    with (tmp_path / "step_12" / "rank_1.jsonl").open("a") as file:  # a response without tokens of the loss
+        file.write(json.dumps({**exported[0], "loss_mask": [False] * len(exported[0]["loss_mask"])}) + "\n")
     for path in (tmp_path, tmp_path / "step_12"):
         found = check(1, path)
         assert found["where"] == "32 responses of step 12"
@@ -499,15 +504,37 @@ def test_a_step_of_prime_rls_exports(check: Any, tmp_path: Path) -> None:
 
 
 def test_a_page(tmp_path: Path, capsys: Capsys) -> None:
+    """It is drawn as the report is, and says what the terminal does."""
     lines = healthy()
     for i, line in enumerate(lines):
         late(line, i)
         line["uid"] = f"<script>{line['uid']}</script>"
     page = tmp_path / "check.html"
     assert command.main([str(write(tmp_path / "a.jsonl", lines)), "--html", str(page)]) == 1
-    text = page.read_text()
-    assert "misaligned" in text and "&lt;script&gt;prompt" in text and "<script" not in text
-    assert "misaligned" in capsys.readouterr().out
+    view, printed = unpacked(page.read_text()), " ".join(capsys.readouterr().out.split())
+    assert "<script>prompt" not in page.read_text() and view["opening"] == []
+    claim = "7 of 8 identities hold in 32 responses of one step. Broken: rollout_log_probs."
+    ((said, (check,), _),) = view["warnings"]
+    assert view["title"] == claim and said.startswith("rollout_log_probs (misaligned) is broken: Rollout log-probs")
+    for text in (claim, said, check, *(table["title"] for table in view["tables"].values())):
+        assert " ".join(text.split()) in printed
+    state, (worst, *_) = view["tables"]["identities"]["rows"][2], view["tables"]["worst"]["rows"]
+    assert state[:2] == ["rollout_log_probs", "broken"] and state[3] == "misaligned" and "<script>prompt" in worst[3]
+    assert " ".join(state) in printed and " ".join(view["tables"]["beside"]["rows"][0]) in printed
+
+
+@cases("limit most message", ("RECORDS", 31, "31 records are the limit"), ("TOKENS", 100, "100 tokens are the limit"))
+def test_a_step_has_at_most_so_many_records_and_tokens(
+    check: Any, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
+) -> None:
+    for step in (1, 2):
+        write(tmp_path / f"step{step}.jsonl", healthy(step))
+    monkeypatch.setattr(record_files, limit, most)
+    assert message in refused(tmp_path)
+    # Files of different steps are not read together.
+    monkeypatch.setattr(record_files, limit, {"RECORDS": 32, "TOKENS": 2500}[limit])
+    assert check(0, tmp_path)["where"] == "64 responses of 2 steps"
+    assert "are the limit" in refused(write(tmp_path / "all.jsonl", healthy(1) + healthy(2)))
 
 
 def test_evidence_is_checked_without_torch(tmp_path: Path) -> None:

@@ -516,6 +516,10 @@ def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path, ca
     told = f"4 records. Next: gradloc convert {tmp_path}/step12.jsonl --out spike --step 12\n"
     assert capsys.readouterr().out == told
     assert checked(tmp_path / "step12.jsonl", capsys) == checked(step, capsys) == "4 responses of step 12"
+    assert main([str(step / "rank_0.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        "rank_0.jsonl, line 1: an export of prime-rl's; examples/prime_rl_records.py makes" in capsys.readouterr().err
+    )
     bundle = convert(tmp_path / "step12.jsonl", "--step", "12")
     log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
     total, tokens, dropped = torch.zeros(()), 0, 0
