@@ -23,7 +23,7 @@ from typing import Any
 from ..evidence.writer import jsonable
 from ..report.identities import claim_of, identity_rows, remarks_of
 from ..report.page import assemble, packed
-from ..report.spike_view import Spec, of_field, table_of
+from ..report.spike_view import Spec, figure, index, of_field, of_fields, table_of
 from ..report.view import Column, Table, View
 from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
@@ -34,6 +34,16 @@ from ..tools.reading import Evidence, read
 _EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
 _IDENTITIES = (Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is"))
 _ROW: Spec = (Column("Row", "row"), itemgetter("row"))
+_ROWS = (
+    *(_ROW, index("Prompt", "prompt"), index("Response", "response"), *of_fields("uid reward advantage")),
+    index("Length", "length"),
+)
+# In a narrow terminal, what is compared stays.
+_TOKENS = (
+    *(_ROW, of_field("position"), index("Token", "token_id", 2), figure("Mask", "response_mask")),
+    *(figure("Training", "log_prob"), figure("Old", "old_log_prob"), figure("Rollout", "rollout_log_prob")),
+    *(figure("Reference", "ref_log_prob"), of_field("advantage", 1)),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,16 +111,10 @@ def _view(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]]) -> 
     claim = visible(claim_of(evidence.identities, where))
     states = [(name, state, times, what or holds) for holds, name, state, times, _, what in identity_rows(evidence)]
     tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
-    bare = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
+    told = [row for row in rows if "uid" in row]
     tables = {
         "identities": Table("The identities", _IDENTITIES, states),
-        "worst": _of_lines("Rows in which the first is most off", bare),
-        "beside": _of_lines("Tokens where the first is most off, with log-probs side by side", tokens),
+        "worst": table_of("Rows in which the first is most off", _ROWS, told),
+        "beside": table_of("Tokens where the first is most off, with log-probs side by side", _TOKENS, tokens),
     }
     return View(claim, identities=[claim], warnings=remarks_of(evidence), tables=tables)
-
-
-def _of_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of what is known of rows or tokens; empty if that is their place alone."""
-    _, *names = lines[0] if lines else ("row",)
-    return table_of(title, [_ROW, *map(of_field, names)], lines if names else ())

@@ -99,15 +99,11 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
 
 def remarks_of(evidence: Evidence, said: Collection[str] = ()) -> list[Remark]:
     """What is or was broken, with how to check it, and what has changed; `said`: what a verdict says as well."""
-    warnings = [
-        (
-            visible(f"{each['when']}: {each['sentence']}"),
-            [visible(each["check"])],
-            "said" * (each.get("identity", each["name"]) in said),
-        )
-        for each in warnings_of(evidence)
-    ]
-    return [*warnings, *((visible(sentence), [], "change") for sentence in changes_of(evidence))]
+    found: list[Remark] = []
+    for each in warnings_of(evidence):
+        kind = "said" if each.get("identity", each["name"]) in said else ""
+        found.append((visible(f"{each['when']}: {each['sentence']}"), [visible(each["check"])], kind))
+    return [*found, *((visible(sentence), [], "change") for sentence in changes_of(evidence))]
 
 
 def _warnings_by_step(evidence: Evidence) -> dict[str, dict[int | None, Mapping[str, Any]]]:

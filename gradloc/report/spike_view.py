@@ -92,8 +92,8 @@ _HEADS = {
 
 
 def of_field(name: str, drop: int = 0) -> Spec:
-    """The column of a field of `gradloc.lines`, whose cells are those of its type; what is none is a number."""
-    head, kind = _HEADS.get(name, name.replace("_", " ").capitalize()), _TYPES.get(name, float)
+    """The column of a field of `gradloc.lines`, whose cells are those of its type."""
+    head, kind = _HEADS.get(name, name.replace("_", " ").capitalize()), _TYPES[name]
     if kind in (str, str | None):
         return Column(head, "", drop), lambda row: shown(row.get(name))
     return (index if kind in (int, int | None) else figure)(head, name, drop)

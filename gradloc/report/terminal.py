@@ -123,7 +123,8 @@ def _fitting(table: Table, width: int) -> tuple[list[int], int]:
     kept = [place for place, column in enumerate(table.columns) if column.kind != "code"]
     order = sorted((place for place in kept if table.columns[place].drop), key=lambda at: table.columns[at].drop)
     widths = {place: _width(table.columns[place].name, [row[place] for row in table.rows]) for place in kept}
-    while (most := width - sum(widths[place] for place in kept)) < _CONTEXT_WIDTH and order:
+    least = _CONTEXT_WIDTH if 0 in widths.values() else 0
+    while (most := width - sum(widths[place] for place in kept)) < least and order:
         kept.remove(order.pop(0))
     return kept, max(most - 2, _TOKEN_WIDTH)
 

@@ -523,6 +523,21 @@ def test_a_page(tmp_path: Path, capsys: Capsys) -> None:
     assert " ".join(state) in printed and " ".join(view["tables"]["beside"]["rows"][0]) in printed
 
 
+def test_a_narrow_terminal_keeps_what_is_compared(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = healthy()
+    for i, line in enumerate(lines):
+        late(line, i)
+    file = write(tmp_path / "a.jsonl", lines)
+    for columns, left_out in (("80", {"token", "advantage"}), ("100", set())):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert command.main([str(file)]) == 1
+        (head,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("row  ")][1:]
+        names = "row position token mask training old rollout reference advantage".split()
+        assert head == [name for name in names if name not in left_out]
+
+
 @cases("limit most message", ("RECORDS", 31, "31 records are the limit"), ("TOKENS", 100, "100 tokens are the limit"))
 def test_a_step_has_at_most_so_many_records_and_tokens(
     check: Any, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
