@@ -32,7 +32,8 @@ def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> 
         return state.get("times") or (math.inf if state.get("state") == "broken" else 0.0)
 
     if identity not in _OF_GROUPS:
-        off = sorted(range(len(step.tokens))[:_LOOKED_AT], key=lambda i: times([i]), reverse=True)[:_SHOWN]
+        rows = [i for i, tokens in enumerate(step.tokens) if tokens["log_prob"].numel()][:_LOOKED_AT]
+        off = sorted(rows, key=lambda i: times([i]), reverse=True)[:_SHOWN]
         return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for i in off if times([i])]
     groups: defaultdict[Any, list[int]] = defaultdict(list)
     for i, row in enumerate(step.rows):

@@ -79,6 +79,8 @@ def told(columns: Mapping[str, Any], places: Sequence[str] = (), names: Mapping[
         names (Mapping, optional): What columns are called in the file, where that is not verl's name.
     """
     found = {own: _rows(columns[name]) for own, name in COLUMNS.items() if name in columns}
+    if not any(map(len, found["response_mask"])):
+        raise ValueError("there is no token")
     missing, dropped = _missing(columns, found, names or {})
     policy = next((found[name] for name in ("log_prob", "old_log_prob", "rollout_log_prob") if name in found), None)
     kept = {name: rows for name, rows in found.items() if name not in dropped}

@@ -380,6 +380,16 @@ def test_batches_of_verl(check: Any, tmp_path: Path, save: Any, nested: bool) ->
         assert [each["name"] for each in check(1, path)["warnings"]] == [name]
 
 
+def test_a_response_without_tokens_is_no_obstacle(check: Any, tmp_path: Path) -> None:
+    masks, old = [torch.ones(4), torch.ones(0), torch.ones(3)], [-torch.ones(4), torch.ones(0), -torch.ones(3)]
+    rollout = [-torch.ones(4), torch.ones(0), torch.tensor([-1.0, -1.0, 0.0])]
+    columns = {"response_mask": masks, "old_log_probs": old, "rollout_log_probs": rollout}
+    nested = {name: torch.nested.nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
+    torch.save(nested, tmp_path / "a.pt")
+    found = check(1, tmp_path / "a.pt")
+    assert "3 responses" in found["where"] and [row["row"] for row in found["rows"]] == ["row 2"]
+
+
 def test_no_code_of_a_file_is_run(refused: Any, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     for name, value in (("a.pkl", Pickled(marker)), ("b.pkl", {"response_mask": Pickled(marker)})):
@@ -429,6 +439,9 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
         assert message in refused(tmp_path / name)
     torch.save({"response_mask": torch.ones(2, 3), "old_log_probs": torch.ones(2, 4)}, tmp_path / "h.pt")
     assert "h.pt has columns that do not fit together" in refused(tmp_path / "h.pt")
+    for shape in ((0, 3), (2, 0)):
+        torch.save({"response_mask": torch.ones(shape)}, tmp_path / "h.pt")
+        assert "there is no token" in refused(tmp_path / "h.pt")
     torch.save({"response_mask": torch.ones(1).expand(2**33)}, tmp_path / "i.pt")
     assert "is not read (ValueError)" in refused(tmp_path / "i.pt")
     assert "has no evidence, no bundle, and no file" in refused(tmp_path / "empty")
