@@ -8,6 +8,7 @@ missing.
 
 import math
 import statistics
+import string
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,32 +27,41 @@ COLUMNS = {
 }
 # A response is repeated if the policy would have sampled it again with this log-prob, or less.
 _LEAST_CHANCE = -30.0
+# How far advantages are off by rounding.
+_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What is known of the layers in the update's first mini-batch; dicts by layer.
+    """What is known of the layers in the update's first mini-batch; dicts by layer, the same ones in every update.
 
     Args:
         weights (dict): The norm of the weights, their number, and how many elements of a small tensor have moved in the
             last optimizer step (NaN if that is not known).
         reduced (dict): The norm of the gradient that the optimizer gets.
         passes (dict): At most so much, by the norms of the passes' own gradients.
-        last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
-        moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient;
-            and how many of their elements have changed since its end. NaN where that is not known.
+        last_pass (dict, optional): The norm of the last pass alone, if the data are one rank's and others have a
+            gradient.
+        moved (Sequence): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient; and how
+            many of their elements have changed since its end. NaN where that is not known.
         reduced_sums (dict, optional): The sum of the elements of a small tensor's gradient, and that of their squares,
             of the gradient that the optimizer gets. NaN where that is not known.
-        sums_of_passes (dict, optional): The sum of the elements, of the passes' in sum.
+        sums_of_passes (dict): The sum of the elements, of the passes' in sum.
     """
 
     weights: Mapping[str, tuple[float, int, float]]
     reduced: Mapping[str, float]
     passes: Mapping[str, float]
-    last_pass: Mapping[str, float] | None = None
-    moved: Sequence[float] | None = None
-    reduced_sums: Mapping[str, tuple[float, float]] | None = None
-    sums_of_passes: Mapping[str, float] | None = None
+    last_pass: Mapping[str, float] | None
+    moved: Sequence[float]
+    reduced_sums: Mapping[str, tuple[float, float]] | None
+    sums_of_passes: Mapping[str, float]
+
+    @property
+    def live(self) -> set[str]:
+        """The layers with a gradient, also in the smallest tensor, which has none in a part behind a detach."""
+        dead = {layer for layer, (_, square) in (self.reduced_sums or {}).items() if square == 0}
+        return {layer for layer, norm in self.reduced.items() if norm} - dead
 
 
 def of_tokens(sums: Mapping[str, float]) -> Readings:
@@ -76,84 +86,89 @@ def _part(sums: Mapping[str, float], of: str) -> Mapping[str, float]:
     return {name.removeprefix(f"{of} "): value for name, value in sums.items() if name.startswith(f"{of} ")}
 
 
+def _share(part: float, whole: float) -> float:
+    """A part of the whole; 0 where there is nothing."""
+    return part / whole if whole else 0.0
+
+
+def _explained(product: float, square: float, other: float) -> float:
+    """Which part of a square another one explains, by the product of what is squared; 0 where one of them is 0."""
+    return product * product / square / other if square > 0 and other > 0 else 0.0
+
+
 def _of_pair(of: Mapping[str, float]) -> Readings:
     """How a[t] and b[t] of the same tokens go together: r = a + slope·p[t + k] + way·(p − reference)[t] + rest."""
-    n, rows, told = of["tokens"], max(of["rows"], 1.0), max(of["told"], 1.0)
-    gap = of["size"] / n
+    n, gap = of["tokens"], of["size"] / of["tokens"]
     found = {
         "gap": gap,
         "distance": of["distance"] / n,
-        "far": of["far"] / rows,
-        "near_gap": (of["size"] - of["far_size"]) / max(n - of["far_tokens"], 1.0),
-        "far_gap": of["far_size"] / max(of["far_tokens"], 1.0),
+        "far": of["far"] / of["rows"],
+        "near_gap": _share(of["size"] - of["far_size"], n - of["far_tokens"]),
+        "far_gap": _share(of["far_size"], of["far_tokens"]),
         "repeated": of["repeated"] / n,
         "zero": of["zero"] / (n + of["zero"]),
-        "moved": max(of[f"moved {k}"] for k in SHIFTS) / told,
-        "later": of["size*place"] / max(of["size"], 1e-12),
-        "same": of["same"] / max(of["unsure"], 1.0),
-        "correlation": of["ab"] / math.sqrt(of["aa"] * of["bb"]) if of["aa"] * of["bb"] > 0 else math.nan,
+        "moved": _share(max(of[f"moved {k}"] for k in SHIFTS), of["told"]),
+        "later": _share(of["size*place"], of["size"]),
+        "same": _share(of["same"], of["unsure"]),
         "differing": (of["over"] + of["under"]) / n,
         "larger": float(of["over"] > of["under"]),
     }
-    found["shift"], found["shift_by"] = _shift(of, n)
+    found |= _shift(of, n)
     if gap > SAME / 2:  # columns that hardly differ say nothing
-        found["unrelated"] = of["unrelated"] / told
+        found["unrelated"] = _share(of["unrelated"], of["told"])
         found["one_sided"] = (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1)
     if gap > LEAST_NATS:
-        found |= _slope(of, n) | _way(of, n)
+        found |= _slope(of, n) | _way(of)
         # 1 where errors are uniform, as of rounding, and 0 where they are normal; those of engines have longer tails.
         found["rounded"] = (gap * gap * n / of["d*d"] - 2 / math.pi) / (3 / 4 - 2 / math.pi)
     return found
 
 
-def _shift(of: Mapping[str, float], n: float) -> tuple[float, float]:
+def _shift(of: Mapping[str, float], n: float) -> Readings:
     """What b[t + k] says of a[t] beside b[t], for the best k: a coefficient in deviations; 0 if it may be chance."""
-    best, at = 0.0, 0
-    if of["aa"] > 0 and of["bb"] > 0:
-        norm = math.sqrt(of["aa"] * of["bb"])
-        for k in SHIFTS:
-            own = of[f"b {k}"] / of["bb"]
-            beta = ((of[f"d {k}"] + of[f"b {k}"]) / norm - of["ab"] / norm * own) / max(1 - own * own, 1e-6)
-            if beta > best and beta * math.sqrt(n) > LEVEL:
-                best, at = beta, k
-    return best, float(at)
+    norm = math.sqrt(of["aa"] * of["bb"])
+    if not norm > 0:
+        return {"shift": 0.0}
+    correlation = of["ab"] / norm
+    own = {k: of[f"b {k}"] / of["bb"] for k in SHIFTS}
+    other = {k: (of[f"d {k}"] + of[f"b {k}"]) / norm for k in SHIFTS}
+    found = {k: (other[k] - correlation * own[k]) / max(1 - own[k] ** 2, 1e-6) for k in SHIFTS}
+    best = max(SHIFTS, key=lambda k: found[k])
+    is_chance = found[best] * math.sqrt(n) <= LEVEL
+    return {"correlation": correlation, "shift": 0.0 if is_chance else found[best], "shift_by": float(best)}
 
 
 def _slope(of: Mapping[str, float], n: float) -> Readings:
     """The slope of a over b, both with errors, and what it explains of d², over what it leaves."""
-    dd, bb, db = (
-        of[name] - of[x] * of[y] / n for name, x, y in (("d*d", "d", "d"), ("b*b", "b", "b"), ("d*b", "d", "b"))
-    )
-    level, product = bb + db + dd / 4, db + dd / 2  # of (a + b)/2, and of it with d
-    if bb <= 0 or level <= 0 or dd <= 0:
+    dd, bb, db = (of[f"{x}*{y}"] - of[x] * of[y] / n for x, y in ("dd", "bb", "db"))
+    if bb <= 0:
         return {}
-    explained = min(product * product / level / of["d*d"], 1 - 1e-9)
+    # By the products of (a + b)/2, which has the errors of both.
+    explained = min(_explained(db + dd / 2, bb + db + dd / 4, of["d*d"]), 1 - 1e-9)
     return {"slope": explained / (1 - explained), "slope_is": 1 + db / bb}
 
 
-def _way(of: Mapping[str, float], n: float) -> Readings:
+def _way(of: Mapping[str, float]) -> Readings:
     """By which part of the policy's way from the reference a lacks or exceeds it, and what that explains of d²."""
-    gg, dd = of["g*g"], of["d*d"]
-    if gg <= 0 or dd <= 0:
+    if of["g*g"] <= 0:
         return {}
-    way, explains = of["d*g"] / gg, of["d*g"] ** 2 / gg / dd
+    way, explains = of["d*g"] / of["g*g"], _explained(of["d*g"], of["g*g"], of["d*d"])
     return {
         "ahead": way if explains > EXPLAINS and way > 0 else 0.0,  # which no rollout that is late can be
         "copied": float(of["distance"] == 0),
         "way": way,
         "way_explains": explains,
-        "nearer": of["nearer"] / max(of["rows"], 1.0),
+        "nearer": of["nearer"] / of["rows"],
     }
 
 
 def _sampled(of: Mapping[str, float]) -> Readings:
-    found = {"sampled.unlogged": of["unlogged"], "sampled.after_end": of["after_end"], "sampled.trained": of["trained"]}
+    found = {"sampled.unlogged": of["unlogged"], "sampled.after_end": of["after_end"]}
     if of["logged"]:
         untrained = 1 - of["both"] / of["logged"]
-        last = of["last_lost"] / max(of["trained_rows"], 1.0)
         # More than tokens are left out at random, as by a correction that rejects them.
-        found |= {"sampled.last_lost": max(last - LEVEL * untrained, 0.0) if untrained < 1 / LEVEL else 0.0}
-        found |= {"sampled.inverted": (1 - of["both"] / max(of["trained"], 1.0)) * untrained}
+        found["sampled.last_lost"] = max(of["last_lost"] / of["trained_rows"] - LEVEL * untrained, 0.0)
+        found["sampled.inverted"] = (1 - _share(of["both"], of["trained"])) * untrained
     return found
 
 
@@ -180,44 +195,46 @@ def _loss(sums: Mapping[str, float], of: Mapping[str, float]) -> Readings:
         "loss.opposite": of["opposite"] / of["told"],
         "loss.factor": along / of["ee"],
         "loss.factor_off": abs(along / of["ee"] - 1),
-        "loss.explained": along * along / (rest * of["ee"]) if rest > 0 else 0.0,
+        "loss.explained": _explained(along, rest, of["ee"]),
     }
     if of["kk"] > 0:
         beside, with_kl = of["cc"] - 2 * of["ce"] + of["ee"], of["ck"] - of["ek"]
-        explains = with_kl**2 / (of["kk"] * beside) if beside > 0 else 0.0
         found["loss.kl"] = with_kl / of["kk"]
         # A multiple is all that there is beside the policy loss's part, or nothing is.
-        found["loss.kl_fits"] = float(explains > 1 - FACTOR or beside < FACTOR**2 * of["kk"])
-        found["loss.kl_off"] = abs(found["loss.kl"] - 1) * found["loss.kl_fits"]
+        is_all = _explained(with_kl, of["kk"], beside) > 1 - FACTOR or beside < FACTOR**2 * of["kk"]
+        found["loss.kl_off"] = abs(found["loss.kl"] - 1) * is_all
     if of["corrected"] and of["zz"] > 0:
         without = of["cz"] - of["kz"]
         found["loss.without"] = without / of["zz"]
-        found["loss.without_explained"] = without**2 / (rest * of["zz"]) if rest > 0 else 0.0
+        found["loss.without_explained"] = _explained(without, rest, of["zz"])
     return found
 
 
 def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     """What the layers say; `rate` is the sum of the learning rates since `before`, those of the update before."""
-    found: Readings = {}
+    found = _against_passes(now)
     reduced, passes = now.reduced, now.passes
-    pairs = [(reduced[layer], passes[layer]) for layer in passes if layer in reduced]
-    if pairs and all(math.isfinite(a + b) for a, b in pairs):
-        whole, most = math.hypot(*(a for a, _ in pairs)), math.hypot(*(b for _, b in pairs))
+    layers = reduced.keys() & passes.keys()
+    whole, most = (math.hypot(*(of[layer] for layer in layers)) for of in (reduced, passes))
+    if layers and math.isfinite(whole + most):
         found["gradient.is_zero"] = float(most == 0)
         if most > 0:
             # Only layers that have a part of the gradient: rounding makes factors out of nothing.
-            parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
-            found["gradient.factor"] = max(parts, default=0.0)
+            with_part = [layer for layer in layers if reduced[layer] > FACTOR * FACTOR * whole]
+            factors = [reduced[layer] / passes[layer] if passes[layer] else math.inf for layer in with_part]
+            found["gradient.factor"] = max(factors, default=0.0)
             found["gradient.above"] = max(found["gradient.factor"] - 1, 0.0)
-            found["gradient.zero"] = float(_dead(_live(now)))
+            # Others of their kind, which differ in their number, have a gradient.
+            kinds = {layer.rstrip(string.digits) for layer in now.live}
+            dead = [layer for layer in reduced.keys() - now.live if layer.rstrip(string.digits) in kinds]
+            found["gradient.zero"] = float(len(dead))
         if now.last_pass is not None and whole > 0:
-            apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
+            apart = max(abs(reduced[layer] - now.last_pass[layer]) for layer in layers)
             found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
-    found |= _against_passes(now.reduced_sums or {}, now.sums_of_passes or {})
-    if now.moved is not None and not math.isnan(now.moved[3]):
-        found["weights.between"] = now.moved[3]
-    moved, gradient, along = (math.nan,) * 3 if now.moved is None else now.moved[:3]
-    if math.isfinite(moved + gradient + along) and moved * gradient > 0:
+    moved, gradient, along, between = now.moved
+    if not math.isnan(between):
+        found["weights.between"] = between
+    if 0 < moved * gradient < math.inf:
         cosine = along / math.sqrt(moved * gradient)
         found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
     if before is not None and rate > 0:
@@ -225,11 +242,12 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     return found
 
 
-def _against_passes(reduced: Mapping[str, tuple[float, float]], passes: Mapping[str, float]) -> Readings:
+def _against_passes(now: Layers) -> Readings:
     """How far sums over the optimizer's gradient are from those over the passes', and which multiple they are."""
+    reduced, passes = now.reduced_sums or {}, now.sums_of_passes
     known = [(*reduced[layer], passes[layer]) for layer in passes if layer in reduced]
     # Those of a head's bias add up to rounding errors.
-    pairs = [(a, b) for a, square, b in known if math.isfinite(square) and abs(b) > SHARE * math.sqrt(square)]
+    pairs = [(a, b) for a, square, b in known if abs(b) > SHARE * math.sqrt(square)]
     size = math.fsum(b * b for _, b in pairs)
     if not 0 < size < math.inf:
         return {}
@@ -237,34 +255,18 @@ def _against_passes(reduced: Mapping[str, tuple[float, float]], passes: Mapping[
     return {"gradient.off": math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / size), "gradient.is": factor}
 
 
-def _live(of: Layers) -> dict[str, float]:
-    """The layers' gradient norms; 0 also where the smallest tensor has no gradient, as in a part behind a detach."""
-    dead = {layer for layer, (_, square) in (of.reduced_sums or {}).items() if square == 0}
-    return {layer: 0.0 if layer in dead else norm for layer, norm in of.reduced.items()}
-
-
-def _dead(reduced: Mapping[str, float]) -> int:
-    """How many numbered layers have a gradient of exactly 0, while others of their kind have one."""
-    kinds: defaultdict[str, list[float]] = defaultdict(list)
-    for layer, norm in reduced.items():
-        kind, _, number = layer.rpartition(".")
-        if number.isdigit():
-            kinds[kind].append(norm)
-    return sum(norms.count(0.0) for norms in kinds.values() if any(norms))
-
-
 def _moves(now: Layers, before: Layers, rate: float) -> Readings:
     """How far weights moved, over what a step moves them; and how many layers did not, despite a gradient."""
-    apart = []
-    for layer, (norm, count, _) in now.weights.items():
-        was = before.weights[layer][0] if layer in before.weights else 0.0
-        if 0 < was < math.inf:
-            most = max(SAME * was / 2, MOVE * rate * math.sqrt(count))
-            apart.append(abs(norm - was) / most if math.isfinite(norm) else math.inf)
-    found = {"weights.apart": max(apart)} if apart else {}
-    live = [_live(now), _live(before)]
-    moving = [layer for layer in now.weights if all(each.get(layer) for each in live)]
-    changed = [now.weights[layer][2] for layer in moving if not math.isnan(now.weights[layer][2])]
+    apart: list[float] = []
+    changed: list[float] = []
+    live = before.live
+    for layer, (norm, count, moved) in now.weights.items():
+        was = before.weights[layer][0]
+        times = abs(norm - was) / max(SAME * was / 2, MOVE * rate * math.sqrt(count))
+        apart.append(math.inf if math.isnan(times) else times)
+        if layer in live and not math.isnan(moved):
+            changed.append(moved)
+    found = {"weights.apart": max(apart)}
     if changed:
         found |= {"weights.still": float(changed.count(0.0)), "weights.layers": float(len(changed))}
     return found
@@ -275,25 +277,32 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     if not rows:
         return {}
     count = len(rows)
-    found = {"responses.repeated": _repeated(rows) / count}
     groups: defaultdict[str, list[TrainedRow]] = defaultdict(list)
     for row in rows:
         groups[row.uid].append(row)
+    # Only responses that the policy would hardly have sampled again.
+    told = [row for row in rows if row.response is not None and (row.log_prob or 0.0) < _LEAST_CHANCE]
+    found = {"responses.repeated": (len(told) - len({(row.uid, row.prompt, row.response) for row in told})) / count}
     prompts = Counter(row.prompt for row in rows if row.prompt is not None)
     if prompts:
-        if (mixed := _mixed(groups, prompts)) is not None:
-            shared = sum(size for size in prompts.values() if size > 1) / count
-            found["groups.mixed"], found["groups.alone"] = mixed / count, shared if len(groups) == count else 0.0
         found["prompts"] = len(prompts) / count
+        mixed = sum(len(each) for each in groups.values() if len({row.prompt for row in each}) > 1)
+        shared = sum(size for size in prompts.values() if size > 1)
+        # States of an agent's environment are prompts that a uid may have several of, but not as many rows of each as
+        # of any other, which is how a dataset's prompts are repeated. And no two rows are steps of a trajectory.
+        sessions = [(row.uid, row.session_id) for row in rows if row.session_id is not None]
+        is_even = shared == count and len(set(prompts.values())) == 1
+        if len(set(sessions)) == len(sessions) and (is_even or not mixed):
+            found["groups.mixed"] = mixed / count
+            found["groups.alone"] = shared / count if len(groups) == count else 0.0
     rewards = [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
     if rewards:
         found["rewarded"] = sum(reward != 0 for reward in rewards) / len(rewards)
+        if all(row.is_one for row in rows):
+            found |= _of_groups([*groups.values()], count)
     sizes = [row.largest for row in rows if 0 < row.largest < math.inf]
     if sizes:
         found["advantages.size"] = statistics.geometric_mean(sizes)
-    if all(row.is_one for row in rows) and rewards:
-        found |= _following([*groups.values()])
-        found |= _of_groups([each for each in groups.values() if len(each) > 1], count)
     moving = [row for row in rows if row.advantage is not None and row.padding]
     if moving:
         cut = sum(0 < row.unmoved == row.padding for row in moving)
@@ -304,36 +313,56 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
 
 
 def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
-    """Advantages of groups whose rewards differ: all 0, all of one sign, or spread much farther than the rewards."""
-    known = [
-        [(row.reward, row.advantage or 0.0) for row in each]
-        for each in groups
-        if all(row.reward is not None and row.length and math.isfinite(row.reward + row.largest) for row in each)
-    ]
-    differing: list[tuple[Sequence[float], Sequence[float]]] = []
-    equal: list[tuple[Sequence[float], Sequence[float]]] = []
-    for each in known:
-        rewards, advantages = zip(*each, strict=True)
-        (equal if close(min(rewards), max(rewards)) else differing).append((rewards, advantages))
+    """How advantages follow the rewards of their prompt, where these differ.
+
+    The correlation is the mean over the prompts in which both differ, each counted by its responses but one. Increasing
+    functions of the rewards give nearly 1, sums of rewards that are normalized one by one more than 0 unless these
+    exclude each other, and values of other rows about 0.
+    """
     found: Readings = {}
-    if differing:
-        found["advantages.zero"] = sum(not any(advantages) for _, advantages in differing) / len(differing)
+    differing: list[tuple[Sequence[float], Sequence[float]]] = []
+    whole: list[tuple[Sequence[float], Sequence[float]]] = []
+    of_equal: list[float] = []  # the advantages where the rewards do not differ
+    for group in groups:
+        known = [(row.reward, row.advantage or 0.0) for row in group if row.reward is not None and row.length]
+        if len(known) < 2 or not all(math.isfinite(reward + advantage) for reward, advantage in known):
+            continue
+        rewards, advantages = zip(*known, strict=True)
+        if close(min(rewards), max(rewards)):
+            of_equal += advantages
+        else:
+            differing.append((rewards, advantages))
+            if len(known) == len(group):  # a baseline counts all rewards
+                whole.append((rewards, advantages))
+    told = [(len(a) - 1, statistics.correlation(r, a)) for r, a in differing if not close(min(a), max(a))]
+    if told:
+        mean = math.fsum(weight * value for weight, value in told) / sum(weight for weight, _ in told)
+        found |= {"advantages.correlation": mean, "advantages.not_following": 1 - mean}
+    elif not differing:
+        found["advantages.untold"] = 1.0
+    if whole:
+        found["advantages.zero"] = sum(not any(a) for _, a in whole) / len(whole)
         # Divided by a deviation, one of so many values is at most their number's root.
-        found["advantages.spread"] = max(
-            (max(advantages) - min(advantages)) / max(max(rewards) - min(rewards), math.sqrt(count) + 1)
-            for rewards, advantages in differing
-        )
-    found |= _power(differing)
-    # If equal rewards have no advantage, the baseline is the group's and lies between its rewards.
-    if differing and equal and not any(any(advantages) for _, advantages in equal):
-        one_sided = [not min(each) < 0 < max(each) and any(each) for _, each in differing]
-        found["advantages.one_sided"] = sum(one_sided) / len(differing)
-    pairs = [each for rewards, advantages in differing for each in zip(rewards, advantages, strict=True)]
-    if len(pairs) > 1 and not _is_proportional(pairs):
-        values = [advantage for _, advantage in pairs]
-        if (deviation := statistics.pstdev(values)) > 0:
-            found["advantages.offset"] = abs(statistics.fmean(values)) / deviation
+        most = math.sqrt(count) + 1
+        found["advantages.spread"] = max((max(a) - min(a)) / max(max(r) - min(r), most) for r, a in whole)
+        # If equal rewards have no advantage, the baseline is the group's and lies between its rewards.
+        if of_equal and not any(of_equal):
+            one_sided = [any(a) and not min(a) < 0 < max(a) for _, a in whole]
+            found["advantages.one_sided"] = sum(one_sided) / len(whole)
+        found |= _offset([pair for each in whole for pair in zip(*each, strict=True)]) | _power(whole)
     return found
+
+
+def _offset(pairs: Sequence[tuple[float, float]]) -> Readings:
+    """How far advantages are from 0, in their deviations; nothing if they are multiples of the rewards."""
+    values = [advantage for _, advantage in pairs]
+    product, square, other = (
+        sum(x * y for x, y in each) for each in (pairs, [(r, r) for r, _ in pairs], [(a, a) for a in values])
+    )
+    deviation = statistics.pstdev(values)
+    if deviation == 0 or _explained(product, square, other) > 1 - 1e-6:
+        return {}
+    return {"advantages.offset": abs(statistics.fmean(values)) / deviation}
 
 
 def _power(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Readings:
@@ -343,62 +372,11 @@ def _power(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Reading
     if len({round(x, 4) for x, _ in points}) <= 2:  # which one power always fits
         return {}
     slope, start = statistics.linear_regression(*zip(*points, strict=True))
-    is_exact = all(close(math.exp(y), math.exp(start + slope * x)) for x, y in points)
-    return {"advantages.power": -slope, "advantages.power_off": min(abs(slope), abs(slope + 1))} if is_exact else {}
-
-
-def _is_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether advantages are a multiple of the rewards: there is no baseline."""
-    factor = sum(r * a for r, a in pairs) / sum(r * r for r, _ in pairs)
-    return all(close(a, factor * r) for r, a in pairs)
-
-
-def _following(groups: Sequence[Sequence[TrainedRow]]) -> Readings:
-    """How far advantages are from following the rewards of their prompt: 1 minus their correlation.
-
-    It is the mean over the prompts in which both differ, each counted by its responses but one. Increasing functions
-    of the rewards give nearly 0, sums of rewards that are normalized one by one less than 1 unless these exclude each
-    other, and values of other rows about 1.
-    """
-    found: list[tuple[int, float]] = []
-    for group in groups:
-        known = [(row.reward, row.advantage) for row in group if row.reward is not None and row.advantage is not None]
-        rewards, advantages = zip(*known, strict=True) if len(known) > 1 else ((0.0,), (0.0,))
-        apart = not close(min(rewards), max(rewards)) and not close(min(advantages), max(advantages))
-        if apart and all(map(math.isfinite, (*rewards, *advantages))):
-            found.append((len(known) - 1, statistics.correlation(rewards, advantages)))
-    count = sum(of for of, _ in found)
-    if not count:
-        return {"advantages.untold": 1.0}
-    mean = math.fsum(of * value for of, value in found) / count
-    return {"advantages.correlation": mean, "advantages.not_following": 1 - mean}
+    if any(abs(y - start - slope * x) > _ROUNDING for x, y in points):
+        return {}
+    return {"advantages.power": -slope, "advantages.power_off": min(abs(slope), abs(slope + 1))}
 
 
 def close(a: float, b: float) -> bool:
     """Whether two rewards, or two advantages, are the same but for rounding."""
-    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
-
-
-def _mixed(groups: Mapping[str, Sequence[TrainedRow]], prompts: Mapping[int, int]) -> int | None:
-    """How many rows have a uid with several prompts; None where that may be right.
-
-    States of an agent's environment are prompts that a uid may have several of, but not as many rows of each as of any
-    other, which is how a dataset's prompts are repeated.
-    """
-    sessions = [(uid, row.session_id) for uid, each in groups.items() for row in each if row.session_id is not None]
-    if len(set(sessions)) < len(sessions):  # rows are steps of a trajectory
-        return None
-    mixed = sum(len(each) for each in groups.values() if len({row.prompt for row in each}) > 1)
-    sizes = set(prompts.values())
-    return mixed if not mixed or (len(sizes) == 1 and min(sizes) > 1) else None
-
-
-def _repeated(rows: Sequence[TrainedRow]) -> int:
-    """How many responses are the same as an earlier one to their prompt, although chance hardly gives that."""
-    seen: set[tuple[str, int | None, int | None]] = set()
-    repeated = 0
-    for row in rows:
-        is_improbable = row.response is not None and row.log_prob is not None and row.log_prob < _LEAST_CHANCE
-        repeated += is_improbable and (row.uid, row.prompt, row.response) in seen
-        seen.add((row.uid, row.prompt, row.response))
-    return repeated
+    return math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-6)

@@ -214,7 +214,7 @@ def test_what_is_off_for_long_or_by_far_is_broken(
 def test_an_update_without_a_gradient_says_why_two_cannot_be_checked() -> None:
     update = run_of(1)[0]
     reward(update, torch.ones(ROWS), torch.zeros(ROWS))
-    update.layers[1:] = [dict.fromkeys(update.layers[1], 0.0)] * 3
+    update.layers[1:4], update.layers[5] = [dict.fromkeys(update.layers[1], 0.0)] * 3, None
     (answer,) = answers([update])
     missing = {name: each["missing"] for name, each in answer["identities"].items()}
     assert missing["advantages"] == "no two rewards of a prompt differ" and missing["gradient"] == "the gradient is 0"
@@ -927,10 +927,11 @@ def test_correlations_are_means_over_the_prompts_in_which_both_differ() -> None:
         rewards, advantages = ([draw.gauss(0.0, size) for _ in range(40)] for _ in range(2))
         uids = sorted(draw.choices("abcd", k=40))
         every = [*zip(uids, rewards, advantages, strict=True)]
-        rows = [TrainedRow(uid, reward=reward, advantage=advantage) for uid, reward, advantage in every]
-        rows += [TrainedRow("e", reward=1.0, advantage=number) for number in (1.0, 2.0)]  # they are the same
-        rows += [TrainedRow("f", reward=number, advantage=None) for number in (1.0, 2.0)]
-        rows += [TrainedRow("g", reward=reward, advantage=-1.0) for reward in (math.nan, 1.0, math.inf)]
+        rows = [TrainedRow(uid, reward=reward, advantage=advantage, length=1) for uid, reward, advantage in every]
+        rows += [TrainedRow("e", reward=1.0, advantage=number, length=1) for number in (1.0, 2.0)]  # the same
+        rows += [TrainedRow("f", reward=number, advantage=None, length=1) for number in (1.0, 2.0)]
+        rows += [TrainedRow("g", reward=reward, advantage=-1.0, length=1) for reward in (math.nan, 1.0, math.inf)]
+        rows += [TrainedRow(uid, reward=1e6) for uid in "abcd"]  # of which no token is trained
         groups = [numpy.array([of[1:] for of in every if of[0] == uid]) for uid in "abcd"]
         counts = [len(of) - 1 for of in groups]
         expected = numpy.average([numpy.corrcoef(of.T)[0, 1] for of in groups], weights=counts)
