@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..facts import PAIRS, SHIFTS, TrainedRow
-from ..levels import EXPLAINS, FACTOR, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
-from .records import Readings
+from ..levels import EXPLAINS, FACTOR, GAP, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
+from .records import Readings, Record
 
 # What readings of a column begin with, and its name among the tokens.
 COLUMNS = {
@@ -207,6 +207,31 @@ def _loss(sums: Mapping[str, float], of: Mapping[str, float]) -> Readings:
         without = of["cz"] - of["kz"]
         found["loss.without"] = without / of["zz"]
         found["loss.without_explained"] = _explained(without, rest, of["zz"])
+    return found
+
+
+def with_reference(now: Readings, before: Sequence[Record]) -> Readings:
+    """The readings, with what the reference's distance from the policy says beside that of earlier updates."""
+    if (gap := now.get("reference.gap")) is None:
+        return now
+    found = {**now}
+    first = before[0] if before else Record(readings=now)
+    last = before[-1] if before else Record(readings={} if now["has_moved"] else {"reference.gap": 0.0})
+    if first.is_first and "reference.gap" in first.readings:
+        # A reference that agrees with the rollout is right, and training is not.
+        found["reference.first_gap"] = min(
+            first.readings["reference.gap"], first.readings.get("rollout.distance", math.inf)
+        )
+    if not now["has_moved"] or 0 < now.get("weights.layers", 0.0) == now["weights.still"]:
+        found.pop("reference.same", None)  # as it should be
+    if (was := last.readings.get("reference.gap")) is not None:
+        known = last.readings.get("reference.known", math.inf)
+        is_off = any(last.streaks[name].score for name in ("rollout_log_probs", "reference") if name in last.streaks)
+        # How far its updates can have taken the policy.
+        known = (known if is_off and was > 2 * known else max(was, GAP)) + last.moved
+        # If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
+        agrees = "step.gap" in last.readings and now.get("rollout.gap", math.inf) < gap / LEVEL
+        found |= {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": gap / known}
     return found
 
 

@@ -3,16 +3,25 @@
 """The updates of a run, as the identities see them: a list of records, the last one being the present."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..levels import LASTS, LEVEL
-from ..lines import RunRecords
+from ..lines import Change, RunRecords
 
 # So many updates are kept: the first, of which some things can be told that no later one tells, and the last ones.
 MOST_RECORDS = 64
 Readings = dict[str, float]
+# The readings whose changes are told, which need not be wrong, and what each is.
+_WATCHED: Mapping[str, str] = {
+    "rate": "the learning rate of an update",
+    "advantages.size": "the typical advantage",
+    "rewarded": "the share of responses with a reward other than 0",
+    "prompts": "distinct prompts per response",
+    "length": "trained tokens per response",
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,6 @@ class Record:
         return self.times.get(residual, math.inf) < LEVEL
 
 
-def latest(records: Sequence[Any]) -> list[Any]:
-    """Those that are kept."""
-    return [*records[:1], *records[1:][1 - MOST_RECORDS :]]
-
-
 def as_state(records: Sequence[Record]) -> RunRecords:
     """What a checkpoint keeps of them."""
     found: Any = [asdict(each) for each in records]
@@ -94,4 +98,22 @@ def as_state(records: Sequence[Record]) -> RunRecords:
 def from_state(state: RunRecords) -> list[Record]:
     """Restores `as_state`."""
     streaks = ({name: Streak(**of) for name, of in each["streaks"].items()} for each in state["records"])
-    return latest([Record(**{**each, "streaks": of}) for each, of in zip(state["records"], streaks, strict=True)])
+    return [Record(**{**each, "streaks": of}) for each, of in zip(state["records"], streaks, strict=True)]
+
+
+def changes(records: Sequence[Record]) -> list[Change]:
+    """What has changed in the last update: is `LEVEL` times what it was in the ones before, or so much less."""
+    found: list[Change] = []
+    for name, what in _WATCHED.items():
+        values = [each.readings[name] for each in records if name in each.readings]
+        if name in records[-1].readings and _is_other(values) and not _is_other(values[:-1]):
+            now, before = values[-1], statistics.median(values[:-1])
+            sentence = f"In step {records[-1].step}, {what} is {now:.3g}, and was {before:.3g} before."
+            found.append({"what": name, "now": now, "before": before, "sentence": sentence})
+    return found
+
+
+def _is_other(values: Sequence[float]) -> bool:
+    """Whether the last one is unlike the ones before."""
+    before = statistics.median(values[:-1]) if len(values) > LASTS else 0.0
+    return before > 0 and not 1 / LEVEL < values[-1] / before < LEVEL

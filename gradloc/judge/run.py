@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..facts import NAMES, TrainedRow
-from ..levels import GAP, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunRecords, RunWarning
-from .changes import changes
 from .forms import Form
 from .identities import BY_NAME, Found, check, may_be_late, measured
-from .readings import COLUMNS, Layers, of_layers, of_rows, of_tokens
-from .records import Record, Streak, as_state, from_state, latest
+from .readings import COLUMNS, Layers, of_layers, of_rows, of_tokens, with_reference
+from .records import MOST_RECORDS, Record, as_state, changes, from_state
 from .said import said
 
 # So many steps after a loaded checkpoint, warnings say that there was one.
@@ -24,27 +22,28 @@ class Run:
     """Collects the sums of a run's mini-batches; on rank 0."""
 
     def __init__(self) -> None:
-        self._begin([], None)
-
-    def _begin(self, records: list[Record], since_resume: int | None) -> None:
-        self._records, self._since_resume = records, since_resume
+        self._records: list[Record] = []
+        self._since_resume: int | None = None
         self._layers_before: Layers | None = None
         self._start(None)
+
+    def _start(self, global_step: int | None, rollout_is_current: bool = False) -> None:
+        self._step, self._is_current, self._has_sums = global_step, rollout_is_current, False
+        self._rate: float | None = None  # there is no step so far
+        self._sums = [0.0] * len(NAMES)
+        self._layers: Layers | None = None
+        self._rows: Sequence[TrainedRow] = ()
 
     def start_update(self, global_step: int | None, rollout_is_current: bool = False) -> None:
         """Begins an update; `rollout_is_current`: the policy's own weights sampled, which are not late."""
         if self._has_sums:
-            self._records = latest([*self._records, self._present()])
+            self._records.append(self._present())
             self._layers_before = self._layers
+            if len(self._records) > MOST_RECORDS:
+                del self._records[1]
         if self._since_resume is not None:
             self._since_resume += 1
         self._start(global_step, rollout_is_current)
-
-    def _start(self, global_step: int | None, rollout_is_current: bool = False) -> None:
-        self._step, self._is_current, self._rate, self._has_sums = global_step, rollout_is_current, 0.0, False
-        self._sums = [0.0] * len(NAMES)
-        self._layers: Layers | None = None
-        self._rows: list[TrainedRow] = []
 
     def take_in(self, facts: Sequence[float]) -> None:
         """Adds a mini-batch: what `own_facts` returned, added up over the ranks."""
@@ -57,11 +56,11 @@ class Run:
 
     def take_in_rows(self, rows: Sequence[TrainedRow]) -> None:
         """Adds the update's rows, those of rank 0."""
-        self._rows = [*rows]
+        self._rows = rows
 
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
-        self._rate += learning_rate
+        self._rate = (self._rate or 0.0) + learning_rate
 
     def answer(self, at_once: bool = False) -> Answer:
         """What is known of the update so far: its identities, what is broken, and what has changed.
@@ -76,21 +75,22 @@ class Run:
         if may_be_late(records):
             states["rollout_log_probs"]["late"] = True
         changed = changes(records)
-        news = [
-            *self._first_news(states),
-            *_news(records[-1:] if self._since_resume == 1 else records, warnings, states),
-            *(each["sentence"] for each in changed),
-        ]
+        news = [*self._news(states, warnings), *(each["sentence"] for each in changed)]
         return {"identities": states, "warnings": warnings, "changes": changed, "news": news}
 
-    def _first_news(self, states: Mapping[str, IdentityState]) -> list[str]:
-        """What is checked, in the first update, and in the first one after a resume."""
-        if self._since_resume != 1 and (self._records or self._since_resume is not None):
-            return []
-        missing = {name: each["missing"] for name, each in states.items() if each["state"] == "unchecked"}
-        cannot = "; ".join(f"{name} ({why})" for name, why in missing.items())
-        of_others = f"; it cannot check {len(missing)}: {cannot}." if missing else "."
-        return [f"GradLoc checks {len(states) - len(missing)} identities of every update{of_others}"]
+    def _news(self, states: Mapping[str, IdentityState], warnings: Sequence[RunWarning]) -> list[str]:
+        """What is checked, in a first update, also after a resume; then what breaks, and what holds again."""
+        begins = self._since_resume == 1 or (self._since_resume is None and not self._records)
+        before = {} if begins or not self._records else self._records[-1].streaks
+        was_broken = {name for name, streak in before.items() if streak.is_broken}
+        missing = [f"{name} ({each['missing']})" for name, each in states.items() if each["state"] == "unchecked"]
+        cannot = f"; it cannot check {len(missing)}: {'; '.join(missing)}" if missing else ""
+        checked = f"GradLoc checks {len(states) - len(missing)} identities of every update{cannot}."
+        return [
+            *[checked] * begins,
+            *(f"{each['sentence']} {each['check']}" for each in warnings if each["identity"] not in was_broken),
+            *(f"The identity {name} holds again." for name in sorted(was_broken) if states[name]["state"] == "held"),
+        ]
 
     def _warning(self, name: str, found: Found, form: Form) -> RunWarning:
         state = _state(found)
@@ -110,24 +110,15 @@ class Run:
 
     def _present(self, at_once: bool = False) -> Record:
         """The record of the update so far."""
-        before = self._records[-1] if self._records else None
-        has_moved = self._since_resume is not None or any(each.rate for each in self._records)
+        before = self._records
+        has_moved = self._since_resume is not None or any(each.rate for each in before)
         now = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
-        if self._layers is not None:
-            now |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
         now |= {"has_moved": float(has_moved), "rollout.is_current": float(self._is_current)}
-        if self._rate or before is not None:
+        if self._rate is not None:
             now["rate"] = self._rate
-        first = self._records[0] if self._records else Record(readings=now)
-        # A reference that agrees with the rollout is right, and training is not.
-        gaps = [first.readings[name] for name in ("reference.gap", "rollout.distance") if name in first.readings]
-        if first.is_first and "reference.gap" in first.readings and not min(gaps) < LEVEL * SAME * has_moved:
-            now["reference.first_gap"] = min(gaps)  # what only the first update tells
-        nothing_moves = now.get("weights.still", 0.0) >= now.get("weights.layers", math.inf)
-        if nothing_moves or not has_moved:
-            now.pop("reference.same", None)
-        now |= _jump(before, now)
-        return measured([*self._records, Record(self._step, now)], at_once)
+        if self._layers is not None:
+            now |= of_layers(self._layers, self._layers_before, before[-1].rate if before else 0.0)
+        return measured([*before, Record(self._step, with_reference(now, before))], at_once)
 
     def state_dict(self) -> RunRecords:
         """What later updates are compared with, for any number of ranks."""
@@ -135,14 +126,9 @@ class Run:
 
     def load_state_dict(self, state: RunRecords | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
-        self._begin([] if state is None else from_state(state), 0)
-
-
-def _news(records: Sequence[Record], warnings: Sequence[RunWarning], states: Mapping[str, IdentityState]) -> list[str]:
-    """What has broken since the update before, or holds again."""
-    was = {name for name, streak in records[-2].streaks.items() if streak.is_broken} if len(records) > 1 else set()
-    broken = [f"{each['sentence']} {each['check']}" for each in warnings if each["identity"] not in was]
-    return broken + [f"The identity {name} holds again." for name in sorted(was) if states[name]["state"] == "held"]
+        self._records, self._since_resume = [] if state is None else from_state(state), 0
+        self._layers_before = None
+        self._start(None)
 
 
 def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_first: bool = False) -> Answer:
@@ -158,22 +144,6 @@ def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_firs
     run.take_in(facts)
     run.take_in_rows(rows)
     return run.answer(at_once=True)
-
-
-def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
-    """How many times as far from the reference the policy is as its updates can have taken it.
-
-    If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
-    """
-    if before is None and not now["has_moved"]:
-        before = Record(readings={"reference.gap": 0.0})
-    if before is None or not ("reference.gap" in before.readings and "reference.gap" in now):
-        return {}
-    gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
-    is_off = any(before.streaks.get(name, Streak()).score for name in ("rollout_log_probs", "reference"))
-    known = (known if is_off and gap > 2 * known else max(gap, GAP)) + before.moved
-    agrees = "step.gap" in before.readings and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
-    return {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": now["reference.gap"] / known}
 
 
 def times_in_words(times: float) -> str:

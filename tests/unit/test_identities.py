@@ -566,7 +566,7 @@ def test_a_reference_that_agrees_with_the_rollout_is_right(column: str) -> None:
 
 
 def test_another_reference_stays_broken_although_only_the_first_update_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradloc.judge.records.MOST_RECORDS", 4)
+    monkeypatch.setattr("gradloc.judge.run.MOST_RECORDS", 4)
     found = answers(run_of(8), 1, of_column("ref_log_prob", scored_otherwise(0.3)))
     assert not any("holds again" in line for each in found for line in each["news"])
     (warning,) = found[-1]["warnings"]
