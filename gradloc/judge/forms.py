@@ -42,7 +42,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "sampled.after_end": "{now[sampled.after_end]:.0f} trained tokens are after their turn's end",
         "sampled.unlogged": "{now[sampled.unlogged]:.0f} trained tokens have a log-prob of exactly 0 from the rollout",
     },
-    "sampled": {"sampled.zero": "{now[sampled.zero]:.1%} of trained tokens have a log-prob of 0 in the rollout alone"},
+    "sampled": {"rollout.zero": "{now[rollout.zero]:.1%} of trained tokens have a log-prob of 0 in the rollout alone"},
     "repeated_responses": {
         "responses.repeated": "{now[responses.repeated]:.1%} of responses are the same as one to the same prompt",
     },
@@ -300,10 +300,10 @@ def loss(now: Readings, residual: str) -> Form:
         return named(now, residual)
     if now.get("loss.kl_off", 0.0) > FACTOR:
         return named(now, "loss.kl_off", now["loss.kl"])
-    factor, explained = now.get("loss.factor", 1.0), now.get("loss.explained", 0.0)
+    factor, explained = now.get("loss.factor", 1.0), now.get("loss.factor_explained", 0.0)
     without = now.get("loss.without_explained", 0.0)
     if without > max(explained, 1 - SAME) and abs(now["loss.without"] - 1) < FACTOR:
         return named(now, "loss.without")
-    if explained > 1 - SAME and now["loss.factor_off"] > FACTOR:
+    if explained > 1 - SAME and abs(factor - 1) > FACTOR:
         return named(now, "loss.sign" if factor < 0 else "loss.factor", factor)
     return named(now, "loss.opposite" if now["loss.opposite"] > EXPLAINS * now["loss.unfit"] else "loss")

@@ -164,7 +164,7 @@ IDENTITIES = (
         (
             Residual("sampled.unlogged", TOKENS),
             Residual("sampled.after_end", TOKENS),
-            Residual("sampled.zero", SHARE),
+            Residual("rollout.zero", SHARE),
             Residual("sampled.last_lost", _HALF),
         ),
         {"": "no rollout log-probs, and no end tokens"},

@@ -71,8 +71,6 @@ def of_tokens(sums: Mapping[str, float]) -> Readings:
         if (of := _part(sums, pair))["tokens"] > 0:
             found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
     found |= _sampled(_part(sums, "sampled")) | _loss(sums, _part(sums, "loss"))
-    if "rollout.zero" in found:
-        found["sampled.zero"] = found["rollout.zero"]
     if sums["gained_size"]:
         found["weights.gained"] = 1 - sums["gained"] / sums["gained_size"]
     found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
@@ -187,51 +185,21 @@ def _loss(sums: Mapping[str, float], of: Mapping[str, float]) -> Readings:
         found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
     if of["corrected"]:
         found["loss.against"] = 1 - of["along"] / of["corrected"]
-    if not of["told"] or not 0 < of["ee"] < math.inf or not math.isfinite(of["cc"]):
+    if not (0 < of["ee"] < math.inf and of["cc"] < math.inf):
         return found
-    rest, along = of["cc"] - 2 * of["ck"] + of["kk"], of["ce"] - of["ek"]
-    found |= {
-        "loss.unfit": of["unfit"] / of["told"],
-        "loss.opposite": of["opposite"] / of["told"],
-        "loss.factor": along / of["ee"],
-        "loss.factor_off": abs(along / of["ee"] - 1),
-        "loss.explained": _explained(along, rest, of["ee"]),
-    }
-    if of["kk"] > 0:
-        beside, with_kl = of["cc"] - 2 * of["ce"] + of["ee"], of["ck"] - of["ek"]
-        found["loss.kl"] = with_kl / of["kk"]
+    found |= {"loss.unfit": of["unfit"] / of["told"], "loss.opposite": of["opposite"] / of["told"]}
+    rest, beside = of["cc"] - 2 * of["ck"] + of["kk"], of["cc"] - 2 * of["ce"] + of["ee"]
+    for name, product, square, whole in (
+        ("factor", of["ce"] - of["ek"], of["ee"], rest),
+        ("kl", of["ck"] - of["ek"], of["kk"], beside),
+        ("without", of["cz"] - of["kz"], of["zz"], rest),
+    ):
+        if square > 0:
+            found |= {f"loss.{name}": product / square, f"loss.{name}_explained": _explained(product, square, whole)}
+    if "loss.kl" in found:
         # A multiple is all that there is beside the policy loss's part, or nothing is.
-        is_all = _explained(with_kl, of["kk"], beside) > 1 - FACTOR or beside < FACTOR**2 * of["kk"]
+        is_all = found["loss.kl_explained"] > 1 - FACTOR or beside < FACTOR**2 * of["kk"]
         found["loss.kl_off"] = abs(found["loss.kl"] - 1) * is_all
-    if of["corrected"] and of["zz"] > 0:
-        without = of["cz"] - of["kz"]
-        found["loss.without"] = without / of["zz"]
-        found["loss.without_explained"] = _explained(without, rest, of["zz"])
-    return found
-
-
-def with_reference(now: Readings, before: Sequence[Record]) -> Readings:
-    """The readings, with what the reference's distance from the policy says beside that of earlier updates."""
-    if (gap := now.get("reference.gap")) is None:
-        return now
-    found = {**now}
-    first = before[0] if before else Record(readings=now)
-    last = before[-1] if before else Record(readings={} if now["has_moved"] else {"reference.gap": 0.0})
-    if first.is_first and "reference.gap" in first.readings:
-        # A reference that agrees with the rollout is right, and training is not.
-        found["reference.first_gap"] = min(
-            first.readings["reference.gap"], first.readings.get("rollout.distance", math.inf)
-        )
-    if not now["has_moved"] or 0 < now.get("weights.layers", 0.0) == now["weights.still"]:
-        found.pop("reference.same", None)  # as it should be
-    if (was := last.readings.get("reference.gap")) is not None:
-        known = last.readings.get("reference.known", math.inf)
-        is_off = any(last.streaks[name].score for name in ("rollout_log_probs", "reference") if name in last.streaks)
-        # How far its updates can have taken the policy.
-        known = (known if is_off and was > 2 * known else max(was, GAP)) + last.moved
-        # If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
-        agrees = "step.gap" in last.readings and now.get("rollout.gap", math.inf) < gap / LEVEL
-        found |= {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": gap / known}
     return found
 
 
@@ -380,14 +348,11 @@ def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
 
 def _offset(pairs: Sequence[tuple[float, float]]) -> Readings:
     """How far advantages are from 0, in their deviations; nothing if they are multiples of the rewards."""
-    values = [advantage for _, advantage in pairs]
-    product, square, other = (
-        sum(x * y for x, y in each) for each in (pairs, [(r, r) for r, _ in pairs], [(a, a) for a in values])
-    )
-    deviation = statistics.pstdev(values)
-    if deviation == 0 or _explained(product, square, other) > 1 - 1e-6:
+    rewards, advantages = zip(*pairs, strict=True)
+    norms, deviation = math.hypot(*rewards) * math.hypot(*advantages), statistics.pstdev(advantages)
+    if deviation == 0 or abs(sum(r * a for r, a in pairs)) > (1 - 1e-6) * norms:
         return {}
-    return {"advantages.offset": abs(statistics.fmean(values)) / deviation}
+    return {"advantages.offset": abs(statistics.fmean(advantages)) / deviation}
 
 
 def _power(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Readings:
@@ -405,3 +370,27 @@ def _power(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Reading
 def close(a: float, b: float) -> bool:
     """Whether two rewards, or two advantages, are the same but for rounding."""
     return math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-6)
+
+
+def with_reference(now: Readings, before: Sequence[Record]) -> Readings:
+    """The readings, with what the reference's distance from the policy says beside that of earlier updates."""
+    if (gap := now.get("reference.gap")) is None:
+        return now
+    found = {**now}
+    first = before[0] if before else Record(readings=now)
+    last = before[-1] if before else Record(readings={} if now["has_moved"] else {"reference.gap": 0.0})
+    if first.is_first:
+        # A reference that agrees with the rollout is right, and training is not.
+        gaps = first.readings.get("reference.gap", 0.0), first.readings.get("rollout.distance", math.inf)
+        found["reference.first_gap"] = min(gaps)
+    if not now["has_moved"] or 0 < now.get("weights.layers", 0.0) == now["weights.still"]:
+        found.pop("reference.same", None)  # as it should be
+    if (was := last.readings.get("reference.gap")) is not None:
+        known = last.readings.get("reference.known", math.inf)
+        is_off = any(last.streaks[name].score for name in ("rollout_log_probs", "reference") if name in last.streaks)
+        # How far its updates can have taken the policy.
+        known = (known if is_off and was > 2 * known else max(was, GAP)) + last.moved
+        # If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
+        agrees = "step.gap" in last.readings and now.get("rollout.gap", math.inf) < gap / LEVEL
+        found |= {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": gap / known}
+    return found
