@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..facts import PAIRS, SHIFTS, TrainedRow
-from ..levels import EXPLAINS, FACTOR, GAP, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
+from ..levels import EXPLAINS, FACTOR, GAP, LEVEL, MOST, MOVE, SAME, SHARE
 from .records import Readings, Record
 
 # What readings of a column begin with, and its name among the tokens.
@@ -115,7 +115,6 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
     if gap > SAME / 2:  # columns that hardly differ say nothing
         found["unrelated"] = _share(of["unrelated"], of["told"])
         found["one_sided"] = (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1)
-    if gap > LEAST_NATS:
         found |= _slope(of, n) | _way(of)
         # 1 where errors are uniform, as of rounding, and 0 where they are normal; those of engines have longer tails.
         found["rounded"] = (gap * gap * n / of["d*d"] - 2 / math.pi) / (3 / 4 - 2 / math.pi)

@@ -97,8 +97,10 @@ def as_state(records: Sequence[Record]) -> RunRecords:
 
 def from_state(state: RunRecords) -> list[Record]:
     """Restores `as_state`."""
-    streaks = ({name: Streak(**of) for name, of in each["streaks"].items()} for each in state["records"])
-    return [Record(**{**each, "streaks": of}) for each, of in zip(state["records"], streaks, strict=True)]
+    return [
+        Record(of["step"], of["readings"], of["times"], {name: Streak(**each) for name, each in of["streaks"].items()})
+        for of in state["records"]
+    ]
 
 
 def changes(records: Sequence[Record]) -> list[Change]:

@@ -114,6 +114,7 @@ def in_backticks_or_headings(text: str) -> set[str]:
 OF_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "reference")
 PLACES = {
     "nonfinite": ["finite"],
+    "rollout.zero": ["sampled"],
     **dict.fromkeys(("moved", "repeated", "unrelated"), OF_LOG_PROBS),
     **dict.fromkeys(("other", "stale", "partly_stale", "adapter_scale", "rollout"), ["rollout_log_probs"]),
     "old": ["old_log_probs"],
@@ -125,7 +126,7 @@ def closed_forms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for key, name in forms._NAMES.items():
         stage = key.partition(".")[0]
-        for identity in PLACES.get(stage, [stage]):
+        for identity in PLACES.get(key) or PLACES.get(stage, [stage]):
             if name != identity:
                 found.setdefault(identity, set()).add(name)
     return found
