@@ -684,6 +684,16 @@ def test_changes_are_dated(what: str, change: Any) -> None:
     assert changed[what]["sentence"].startswith("In step 6, ") and changed[what]["sentence"] in found[5]["news"]
 
 
+def test_a_learning_rate_is_known_once_there_is_a_step() -> None:
+    run = Run()
+    for step in range(1, 8):
+        run.start_update(step)
+        run.take_in([0.0] * len(NAMES))
+        assert not run.answer()["changes"]  # as before a spike's step
+        run.add_step(RATE if step < 7 else 0.0)
+    assert [each["what"] for each in run.answer()["changes"]] == ["rate"]
+
+
 # The loss, by autograd.
 
 
