@@ -97,10 +97,9 @@ def as_state(records: Sequence[Record]) -> RunRecords:
 
 def from_state(state: RunRecords) -> list[Record]:
     """Restores `as_state`."""
-    return [
-        Record(of["step"], of["readings"], of["times"], {name: Streak(**each) for name, each in of["streaks"].items()})
-        for of in state["records"]
-    ]
+    records: Any = state["records"]
+    streaks = ({name: Streak(**of) for name, of in each["streaks"].items()} for each in records)
+    return [Record(**{**each, "streaks": of}) for each, of in zip(records, streaks, strict=True)]
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
