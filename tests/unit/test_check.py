@@ -531,7 +531,7 @@ def test_a_page(tmp_path: Path, capsys: Capsys) -> None:
     assert view["title"] == claim and said.startswith("rollout_log_probs (misaligned) is broken: Rollout log-probs")
     for text in (claim, said, check, *(table["title"] for table in view["tables"].values())):
         assert " ".join(text.split()) in printed
-    state, (worst, *_) = view["tables"]["identities"]["rows"][2], view["tables"]["worst"]["rows"]
+    state, (worst, *_) = view["tables"]["identities"]["rows"][3], view["tables"]["worst"]["rows"]
     assert state[:2] == ["rollout_log_probs", "broken"] and state[3] == "misaligned" and "<script>prompt" in worst[3]
     assert " ".join(state) in printed and " ".join(view["tables"]["beside"]["rows"][0]) in printed
 
