@@ -19,6 +19,7 @@ from verl.trainer.ppo import core_algos
 
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.facts import NAMES, TrainedRow
+from gradloc.judge.forms import form_of
 from gradloc.judge.identities import BY_NAME, check, measured
 from gradloc.judge.readings import of_rows as of_rows_together
 from gradloc.judge.records import MOST_RECORDS, Record, as_state, from_state
@@ -531,7 +532,7 @@ def test_each_residual_alone_has_a_name(identity: str) -> None:
     readings = run.state_dict()["records"][-1]["readings"]
     known = {"advantages.power": 2.0, "loss.kl": 2.0, "loss.entropy": 2.0}  # of what this run has not
     for residual in BY_NAME[identity].residuals:
-        form = BY_NAME[identity].form({**readings, **known, residual.name: 1e3}, residual.name)
+        form = form_of({**readings, **known, residual: 1e3}, residual)
         assert form.name and form.claim and "{" not in form.claim
 
 
