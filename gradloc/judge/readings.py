@@ -106,7 +106,6 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
         "repeated": of["repeated"] / n,
         "zero": of["zero"] / (n + of["zero"]),
         "moved": _share(max(of[f"moved {k}"] for k in SHIFTS), of["told"]),
-        "later": _share(of["size*place"], of["size"]),
         "same": _share(of["same"], of["unsure"]),
         "differing": (of["over"] + of["under"]) / n,
         "larger": float(of["over"] > of["under"]),
