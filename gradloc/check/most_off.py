@@ -3,35 +3,34 @@
 """The rows in which an identity is most off, as the judge says of each alone."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..convert.told import Told
-from ..facts import TrainedRow
 from ..judge import of_one_step
 
-# At most so many rows are looked at, or groups of rows; so many rows are shown, and so many tokens of each.
-_LOOKED_AT, _SHOWN, _TOKENS = 512, 3, 6
-# Identities that compare rows with each other.
-_OF_GROUPS = ("responses", "groups", "advantages")
+# At most so many rows are looked at, or groups of rows; so many rows are shown, or of a group, and tokens of each.
+_LOOKED_AT, _SHOWN, _OF_GROUP, _TOKENS = 512, 3, 16, 6
+# Identities that compare rows with each other, by what; and columns of log-probs that others compare.
+_GROUPED = {"responses": "response", "groups": "prompt", "advantages": "reward"}
 _COMPARED = {"old_log_probs": "old_log_prob", "rollout_log_probs": "rollout_log_prob", "reference": "ref_log_prob"}
 _OF_ROW = ("prompt", "response", "uid", "reward", "advantage", "length")
 _SIDE_BY_SIDE = ("token_id", "response_mask", "log_prob", *_COMPARED.values(), "advantage")
 
 
 def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> list[dict[str, Any]]:
-    """What is known of up to three rows, and of their tokens where an identity compares these."""
+    """What is known of up to three rows and of some of their tokens, or of a group of rows where these are compared."""
     identity = warning["identity"]
 
     def times(of: Sequence[int]) -> float:
         rows = [step.rows[i] for i in of] if step.rows else []
         state: Any = of_one_step(step.facts(of), rows, is_first)["identities"].get(identity, {})
-        return state.get("times") or (math.inf if state.get("state") == "broken" else 0.0)
+        return state.get("times") or 0.0
 
-    if identity not in _OF_GROUPS:
+    if identity not in _GROUPED:
         rows = [i for i, tokens in enumerate(step.tokens) if tokens["log_prob"].numel()][:_LOOKED_AT]
         off = sorted(rows, key=lambda i: times([i]), reverse=True)[:_SHOWN]
         return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for i in off if times([i])]
@@ -40,18 +39,8 @@ def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> 
         groups[row.prompt if warning["name"] == "groups_of_one" else row.uid].append(i)
     # If none alone shows a fault, the first one is an example.
     worst = max([*groups.values()][:_LOOKED_AT], key=times, default=[])
-    return [_told_of(step, i) for i in _of_group(identity, step.rows, worst)[:_SHOWN]]
-
-
-def _of_group(identity: str, rows: Sequence[TrainedRow], group: Sequence[int]) -> list[int]:
-    """The rows that show what is wrong with a group: the same response, other prompts, or rewards and advantages."""
-    if identity == "responses":
-        times = Counter(rows[i].response for i in group)
-        return sorted(group, key=lambda i: -times[rows[i].response])
-    if identity == "groups":
-        return [*{(rows[i].uid, rows[i].prompt): i for i in group}.values()]
-    ordered = sorted(group, key=lambda i: (rows[i].reward or 0.0, -(rows[i].advantage or 0.0)))
-    return [*dict.fromkeys(ordered[:1] + ordered[len(ordered) // 2 :][:1] + ordered[-1:])]
+    in_order = sorted((_told_of(step, i) for i in worst), key=lambda row: row[_GROUPED[identity]] or 0)
+    return in_order[:_OF_GROUP]
 
 
 def _told_of(step: Told, i: int) -> dict[str, Any]:
