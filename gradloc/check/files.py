@@ -71,9 +71,8 @@ def _checked(steps: Iterator[Step], first_step: bool) -> Checked:
         run.add_step(float(is_first))
         answer: Any = step.explained(run.answer(at_once=is_alone))
         for name, was in evidence.identities.items():
-            if was["state"] == "broken" and answer["identities"][name]["state"] != "broken":
-                when = "later" if number is None else f"in step {number}"
-                answer["identities"][name] = {**was, "missing": was["missing"] or f"holds again {when}"}
+            if was["state"] == "broken" != answer["identities"][name]["state"]:
+                answer["identities"][name] = {**was, "missing": "holds again"}
         # The first step in which it is broken shows it: in a later one, it may hold again.
         off = {each.get("identity"): (step, each) for each in answer["warnings"]} | off
         said = [*evidence.warnings.get(number, ()), *answer["warnings"]]  # steps may have one number, or none

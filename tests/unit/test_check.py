@@ -291,7 +291,7 @@ def test_steps_are_checked_in_their_order(check: Any, tmp_path: Path) -> None:
     assert [(each["identity"], each["name"], each["since"]) for each in found["warnings"]] == [
         ("rollout_log_probs", "misaligned", 9)
     ]
-    assert found["identities"]["rollout_log_probs"]["missing"] == "holds again in step 14"
+    assert found["identities"]["rollout_log_probs"]["missing"] == "holds again"
     assert "checkpoint" not in found["warnings"][0]["sentence"]
     tokens = found["rows"][0]["tokens"]  # of step 9: in step 13, nothing is wrong
     assert all(after["rollout_log_prob"] == pytest.approx(one["log_prob"], abs=0.02) for one, after in pairwise(tokens))
