@@ -42,7 +42,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "sampled.after_end": "{:.0f} trained tokens are after their turn's end",
         "sampled.unlogged": "{:.0f} trained tokens have a log-prob of exactly 0 from the rollout",
     },
-    "sampled": {"rollout.zero": "{:.1%} of trained tokens have a log-prob of 0 in the rollout alone"},
+    "sampled": {"sampled.zero": "{:.1%} of trained tokens have a log-prob of 0 in the rollout alone"},
     "repeated_responses": {"responses.repeated": "{:.1%} of responses are the same as one to the same prompt"},
     "groups_of_one": {"groups.alone": "Every response has a `uid` of its own, and is compared with no other"},
     "mixed_groups": {"groups.mixed": "The `uid` of {:.1%} of rows has several prompts"},
@@ -238,8 +238,9 @@ def _where(now: Readings) -> str:
     far, far_gap, near_gap = (now[f"rollout.{of}"] for of in ("far", "far_gap", "near_gap"))
     if now.get("rollout.rounded", 0.0) > EXPLAINS:
         return ", evenly up to a limit, as if they were rounded"
-    is_split = far < MOST and far_gap > LEVEL * max(near_gap, SAME)
-    return f", mostly in {percent(far)} of the responses, as of one worker or one kind of prompt" if is_split else ""
+    if far < MOST and far_gap > LEVEL * max(near_gap, SAME):
+        return f", mostly in {percent(far)} of the responses, as of one worker or one kind of prompt"
+    return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 
 
 def _loss(now: Readings, residual: str) -> Form | None:

@@ -23,7 +23,7 @@ Records = Sequence[Record]
 Least = float | Callable[[Records], float]
 _HALF = EXPLAINS / LEVEL  # of what is broken from half of all on
 # Residuals of which one update shows what otherwise has to last.
-_AT_ONCE = {"weights.apart", "reference.first_gap", *(f"{column}.broken" for column in COLUMNS)}
+_AT_ONCE = {"weights.apart", "reference.first_gap", "rollout.copied", *(f"{column}.broken" for column in COLUMNS)}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ IDENTITIES = (
             "rollout.gap": _late_gap,
             "rollout.unrelated": partial(_wide, SHARE),
             "rollout.slope": partial(_wide, levels.SLOPE),
+            "rollout.copied": TOKENS,
             "rollout.repeated": SHARE,
             "rollout.rounded": _HALF,
             "rollout.one_sided": levels.ONE_SIDED,
@@ -127,7 +128,7 @@ IDENTITIES = (
         "sampled",
         "the tokens that are trained are those that the rollout sampled",
         "Compare `response_mask` with the ids that the rollout returned: 1 for these alone, the end token included.",
-        {"sampled.unlogged": TOKENS, "sampled.after_end": TOKENS, "rollout.zero": SHARE, "sampled.last_lost": _HALF},
+        {"sampled.unlogged": TOKENS, "sampled.after_end": TOKENS, "sampled.zero": SHARE, "sampled.last_lost": _HALF},
         {"": "no rollout log-probs, and no end tokens"},
     ),
     Identity(

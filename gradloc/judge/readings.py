@@ -71,6 +71,8 @@ def of_tokens(sums: Mapping[str, float]) -> Readings:
         if (of := _part(sums, pair))["tokens"] > 0:
             found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
     found |= _sampled(_part(sums, "sampled")) | _loss(sums, _part(sums, "loss"))
+    if "rollout.zero" in found:
+        found["sampled.zero"] = found["rollout.zero"]
     if sums["gained_size"]:
         found["weights.gained"] = 1 - sums["gained"] / sums["gained_size"]
     found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
@@ -106,6 +108,7 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
         "repeated": of["repeated"] / n,
         "zero": of["zero"] / (n + of["zero"]),
         "moved": _share(max(of[f"moved {k}"] for k in SHIFTS), of["told"]),
+        "later": _share(of["size*place"], of["size"]),
         "same": _share(of["same"], of["unsure"]),
         "differing": (of["over"] + of["under"]) / n,
         "larger": float(of["over"] > of["under"]),

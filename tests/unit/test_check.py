@@ -145,6 +145,10 @@ def own_reference(line: dict[str, Any], _: int) -> None:
     line["ref_log_probs"] = line["old_log_probs"]
 
 
+def reference_of_the_rollout(line: dict[str, Any], _: int) -> None:
+    line["rollout_log_probs"] = line["ref_log_probs"]
+
+
 @cases(
     "plant identity name",
     (late, "rollout_log_probs", "misaligned"),
@@ -154,6 +158,7 @@ def own_reference(line: dict[str, Any], _: int) -> None:
     (alone, "groups", "groups_of_one"),
     (one_nan, "finite", "nonfinite"),
     (own_reference, "reference", "reference"),
+    (reference_of_the_rollout, "rollout_log_probs", "stale_weights"),
     (moved_advantages, "advantages", "advantage_order"),
     (one_seed, "responses", "repeated_responses"),
     (interleaved, "groups", "mixed_groups"),

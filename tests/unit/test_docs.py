@@ -113,7 +113,6 @@ def in_backticks_or_headings(text: str) -> set[str]:
 # Texts of gradloc/judge/forms.py whose key does not begin with a residual of their identity.
 OF_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "reference")
 PLACES = {
-    "rollout.zero": ["sampled"],
     **dict.fromkeys(("moved", "repeated", "unrelated"), OF_LOG_PROBS),
     **dict.fromkeys(("other", "stale", "partly_stale", "adapter_scale", "rollout"), ["rollout_log_probs"]),
     "old": ["old_log_probs"],
@@ -125,8 +124,7 @@ def closed_forms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for key, name in forms._NAMES.items():
         stage = key.partition(".")[0]
-        places = PLACES.get(key) or PLACES.get(stage, [stage])
-        for identity in ["finite"] if key.endswith(".broken") else places:
+        for identity in ["finite"] if key.endswith(".broken") else PLACES.get(stage, [stage]):
             if name != identity:
                 found.setdefault(identity, set()).add(name)
     return found
