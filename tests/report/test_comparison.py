@@ -101,7 +101,7 @@ def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
 
 
 def test_two_runs_open_with_their_verdicts_and_identities(tmp_path: Path, compare: Any) -> None:
-    first, second = write(tmp_path / "a", [spike(1, sequence_ratio=2.0)], []), str(tmp_path / "b")
+    first, second = write(tmp_path / "a", [spike(1, 1200.0, sequence_ratio=2.0)], []), str(tmp_path / "b")
     stale = warning("stale_weights", "rollout_log_probs", 2)
     write_steps(Path(first), 3, {2: [stale], 3: [stale]})
     write_steps(Path(second), 3)

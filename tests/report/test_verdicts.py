@@ -38,7 +38,7 @@ def with_identities(found: Event) -> Event:
 
 
 def test_one_spike_opens_with_its_verdict(show: Any) -> None:
-    found = spike(3, sequence_ratio=1.5)
+    found = spike(3, 900.0, sequence_ratio=1.5)
     lines = show(events=[found]).splitlines()
     rule = SOURCES["sequence"]
     assert lines[:3] == [
@@ -81,7 +81,7 @@ def test_a_natural_spike_opens_with_the_identities_that_hold(show: Any, summary:
 
 
 def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: Any, view: Any) -> None:
-    events = [spike(1, 800.0), spike(2, sequence_ratio=2.0), spike(3, 700.0, sequence_ratio=2.0), spike(4, 720.0)]
+    events = [spike(1, 800.0), spike(2, 1200.0, sequence_ratio=2.0), spike(3, 700.0, sequence_ratio=2.0), spike(4, 720.0)]
     events.append(of_a_newer_release(spike(5, 750.0)))
     lines = show(events=[*events, of_an_older_release(spike(7, 710.0))]).splitlines()
     causes = {each["claim"]: each["events"] for each in summary()["verdicts"]}
@@ -107,7 +107,7 @@ def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: 
 
 
 def test_spikes_from_one_cause_say_it_once(show: Any) -> None:
-    events = [spike(step, sequence_ratio=2.0) for step in (1, 2, 4)]
+    events = [spike(step, 1200.0, sequence_ratio=2.0) for step in (1, 2, 4)]
     lines = show(events=events, short=True).splitlines()
     rule = SOURCES["sequence"]
     assert lines[0].startswith("3 gradient spikes in steps 1 to 4, all from one cause: the mean importance ratios")
