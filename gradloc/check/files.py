@@ -14,7 +14,7 @@ from typing import Any
 from ..bundles.limits import MANIFEST
 from ..convert.batches import read_batch
 from ..convert.records import Record, RecordError, bounded_memory, read_records
-from ..convert.told import Told, told_by_records
+from ..convert.told import Told, told_by_bundle, told_by_records
 from ..facts import NAMES
 from ..judge import Run
 from ..judge.run import RESUME_STEPS
@@ -104,7 +104,8 @@ def _steps(paths: Sequence[Path]) -> Iterator[Step]:
         files = []
         for _, path in group:
             if path.is_dir():
-                steps.append(_bundled(path))
+                bundle = open_bundle(path)
+                steps.append((bundle.event["global_step"], told_by_bundle(bundle)))
             elif path.suffix.lower() in _BATCHES:
                 step, batch = read_batch(path)
                 steps.append((number if step is None else step, batch))
@@ -127,19 +128,3 @@ def _number(path: Path) -> int | None:
 def _place(numbered: tuple[int | None, Any]) -> float:
     """Among others in order: what has no number comes last."""
     return math.inf if numbered[0] is None else numbered[0]
-
-
-def _bundled(path: Path) -> Step:
-    """The step of a bundle, with what training, or a conversion, has said of it."""
-    bundle = open_bundle(path)
-    event, tokens, places = bundle.event, [], []
-    for (rank, index), saved in bundle.micro_batches.items():
-        known = {**saved.tokens}
-        if bundle.is_converted:  # which computes what records lack
-            del known["coefficient"]
-        for i, row in enumerate(bundle.rows[rank, index]):
-            tokens.append({name: values[i : i + 1] for name, values in known.items()})
-            places.append(f"rank {rank}, row {row}")
-    is_first = event["epoch"] == event["mini_batch"] == 0
-    said = event.get("identities", {}), event.get("warnings", ())  # older releases had none
-    return event["global_step"], Told(places, tokens, (), *said, event["epoch"], is_first)

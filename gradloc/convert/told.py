@@ -15,6 +15,7 @@ from ..facts import TrainedRow
 from ..judge import of_one_step
 from ..lines import Answer, IdentityState, RunWarning
 from ..measure.update_facts import own_facts
+from ..tools.opening import Bundle
 from .records import Record, RecordError
 
 # By the name in a micro-batch, the column; the last three are of the update, and verl has them in no batch.
@@ -166,3 +167,18 @@ def told_by_records(records: Sequence[Record]) -> Told:
         places.append(f"rank {record.rank}, row {counts[record.rank]}")
         counts[record.rank] += 1
     return told(columns, places, {REWARDS[0]: "reward", "ref_log_prob": "ref_log_probs"})
+
+
+def told_by_bundle(bundle: Bundle) -> Told:
+    """What the tokens of a bundle say, and what training, or a conversion, has said of them."""
+    event, tokens, places = bundle.event, [], []
+    for (rank, index), saved in bundle.micro_batches.items():
+        known = {**saved.tokens}
+        if bundle.is_converted:  # which computes what records lack
+            del known["coefficient"]
+        for i, row in enumerate(bundle.rows[rank, index]):
+            tokens.append({name: values[i : i + 1] for name, values in known.items()})
+            places.append(f"rank {rank}, row {row}")
+    is_first = event["epoch"] == event["mini_batch"] == 0
+    said = event.get("identities", {}), event.get("warnings", ())  # older releases had none
+    return Told(places, tokens, (), *said, event["epoch"], is_first)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ..bundles import limits
+from ..convert.told import told_by_bundle
 from ..evidence.writer import jsonable
-from ..judge import of_one_step
-from ..lines import Answer
-from ..measure.update_facts import own_facts
 from ..tools.command_line import say
 from ..tools.figures import severity
 from ..tools.files import write_whole
@@ -165,11 +163,6 @@ class Replay:
         )
 
 
-def said_of_tokens(bundle: Bundle) -> Answer:
-    """What the judge says of a bundle's tokens alone."""
-    return of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
-
-
 def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -223,7 +216,7 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     else:
         result["remedies"], result["remedy_notes"] = replay.remedies
     result["same_weights"] = same_weights(result)
-    of_tokens = said_of_tokens(bundle)
+    of_tokens = told_by_bundle(bundle).answer()
     of_loss = next((each["factor"] for each in of_tokens["warnings"] if each["name"] == "loss_scale"), None)
     result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..config import GradLocConfig
+from ..convert.told import told_by_bundle
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
@@ -33,7 +34,7 @@ from ..tools.command_line import say
 from ..tools.opening import Bundle
 from .model import Model, cut_row, has_dropout, logits_of, response_log_probs
 from .model import forward as forward_row
-from .replaying import log_prob_distance, said_of_tokens
+from .replaying import log_prob_distance
 
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_CONVERTED, _WIDTH = 8, 64
@@ -125,9 +126,8 @@ def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, bud
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
-        of_run: Any = event
-        if "identities" not in event:  # older releases had none
-            of_run = said_of_tokens(bundle)
+        # Older releases had no identities.
+        of_run: Any = event if "identities" in event else told_by_bundle(bundle).answer()
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: of_run, medians))
     if collectives.rank() == 0:
