@@ -275,7 +275,7 @@ class RunRecord(TypedDict):
 class RunRecords(TypedDict):
     """The records of a run in a checkpoint; their fields are those of `gradloc.judge.records`."""
 
-    version: Annotated[int, ("enum", (2,))]
+    version: Annotated[int, ("enum", (3,))]
     records: list[RunRecord]
 
 

@@ -65,7 +65,8 @@ class Told:
         """An answer, and what is known besides: an identity is broken if either says so."""
         states = dict(answer["identities"])
         for name, state in self.states.items():
-            if state["state"] == "broken" or states.get(name, state)["state"] != "broken":
+            # One of another release may have others.
+            if name in states and (state["state"] == "broken" or states[name]["state"] != "broken"):
                 states[name] = state
         return {**answer, "identities": states, "warnings": [*answer["warnings"], *self.warnings]}
 

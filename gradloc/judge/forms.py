@@ -68,6 +68,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     "old_log_probs": {"old.gap": "Old log-probs are {:.2g} nats off the update's first forward"},
     "other_log_probs": {"other": "Rollout log-probs {how}"},
     "stale_weights": {
+        "rollout.copied": "Rollout log-probs are the reference's, bit for bit: the rollout has its weights, or "
+        "one column is a copy of the other",
         "stale": "The rollout has old weights: its log-probs lack {part:.0%} of what changed since the reference",
     },
     "partly_stale": {"partly_stale": "{share:.0%} of responses are of old weights, as if some workers got no new ones"},
@@ -156,6 +158,8 @@ def form_of(now: Readings, residual: str) -> Form:
         form = _named(now, "sampled.inverted")
     elif of == "old":
         form = _misaligned(now, of)
+    elif of == "rollout" and now.get("rollout.copied"):
+        form = _named(now, "rollout.copied")
     elif of == "rollout":
         form = _other(now) or _stale(now) or _misaligned(now, of) or _named(now, of, where=_where(now))
     elif of == "reference":  # log-probs of another model may be unrelated

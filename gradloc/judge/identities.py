@@ -75,7 +75,9 @@ def _wide(least: float, records: Records) -> float:
 
 def _nearer(records: Records) -> float:
     """How many responses may be nearer to the reference: all in a late rollout's first updates, which are near it."""
-    return math.inf if may_be_late(records) and len(records) <= 2 * levels.LATE else _wide(SHARE, records)
+    now = records[-1]
+    is_near = not (now.is_first or now.readings.get("rollout.is_current")) and len(records) <= 2 * levels.LATE
+    return math.inf if is_near else _wide(SHARE, records)
 
 
 IDENTITIES = (

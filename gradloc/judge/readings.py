@@ -8,7 +8,6 @@ missing.
 
 import math
 import statistics
-import string
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -219,8 +218,9 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
             found["gradient.factor"] = max(factors, default=0.0)
             found["gradient.above"] = max(found["gradient.factor"] - 1, 0.0)
             # Others of their kind, which differ in their number, have a gradient.
-            kinds = {layer.rstrip(string.digits) for layer in now.live}
-            dead = [layer for layer in reduced.keys() - now.live if layer.rstrip(string.digits) in kinds]
+            numbered = {layer: layer.rpartition(".")[0] for layer in reduced if layer.rpartition(".")[2].isdigit()}
+            kinds = {numbered.get(layer) for layer in now.live}
+            dead = [layer for layer, kind in numbered.items() if kind in kinds and layer not in now.live]
             found["gradient.zero"] = float(len(dead))
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - now.last_pass[layer]) for layer in layers)
@@ -255,12 +255,13 @@ def _moves(now: Layers, before: Layers, rate: float) -> Readings:
     changed: list[float] = []
     live = before.live
     for layer, (norm, count, moved) in now.weights.items():
-        was = before.weights[layer][0]
-        times = abs(norm - was) / max(SAME * was / 2, MOVE * rate * math.sqrt(count))
-        apart.append(math.inf if math.isnan(times) else times)
+        was = before.weights[layer][0] if layer in before.weights else 0.0
+        if 0 < was < math.inf:
+            most = max(SAME * was / 2, MOVE * rate * math.sqrt(count))
+            apart.append(abs(norm - was) / most if math.isfinite(norm) else math.inf)
         if layer in live and not math.isnan(moved):
             changed.append(moved)
-    found = {"weights.apart": max(apart)}
+    found = {"weights.apart": max(apart)} if apart else {}
     if changed:
         found |= {"weights.still": float(changed.count(0.0)), "weights.layers": float(len(changed))}
     return found

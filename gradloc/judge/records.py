@@ -92,7 +92,7 @@ class Record:
 def as_state(records: Sequence[Record]) -> RunRecords:
     """What a checkpoint keeps of them."""
     found: Any = [asdict(each) for each in records]
-    return {"version": 2, "records": found}
+    return {"version": 3, "records": found}
 
 
 def from_state(state: RunRecords) -> list[Record]:

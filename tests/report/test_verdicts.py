@@ -81,7 +81,12 @@ def test_a_natural_spike_opens_with_the_identities_that_hold(show: Any, summary:
 
 
 def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: Any, view: Any) -> None:
-    events = [spike(1, 800.0), spike(2, 1200.0, sequence_ratio=2.0), spike(3, 700.0, sequence_ratio=2.0), spike(4, 720.0)]
+    events = [
+        spike(1, 800.0),
+        spike(2, 1200.0, sequence_ratio=2.0),
+        spike(3, 700.0, sequence_ratio=2.0),
+        spike(4, 720.0),
+    ]
     events.append(of_a_newer_release(spike(5, 750.0)))
     lines = show(events=[*events, of_an_older_release(spike(7, 710.0))]).splitlines()
     causes = {each["claim"]: each["events"] for each in summary()["verdicts"]}

@@ -21,6 +21,8 @@ from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.facts import NAMES, TrainedRow
 from gradloc.judge.forms import form_of
 from gradloc.judge.identities import BY_NAME, check, measured
+from gradloc.judge.readings import Layers
+from gradloc.judge.readings import of_layers as of_all_layers
 from gradloc.judge.readings import of_rows as of_rows_together
 from gradloc.judge.records import MOST_RECORDS, Record, as_state, from_state
 from gradloc.judge.run import Run, of_one_step
@@ -254,6 +256,7 @@ def test_a_run_is_kept_in_checkpoints_and_bounded() -> None:
     {"behind": 3},
     {"behind": 2, "power": 1, "rate": 0.01},
     {"rate": 0.15, "seed": 2},
+    {"behind": 1, "rate": 0.02, "noisy": 0.001},
 )
 def test_nothing_is_broken_in_healthy_runs(options: dict[str, Any]) -> None:
     found = answers(run_of(12, **options))
@@ -631,6 +634,38 @@ def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
 def test_weights_on_the_way_from_the_reference_are_told(change: Any, name: str, said: str) -> None:
     found = answers(run_of(24, rate=0.06), 1, of_rollout(change), halves=True)
     assert names(found[-1])[:1] == [name] and said in found[-1]["warnings"][0]["claim"]
+
+
+@cases("rate", 0.1, 1.0)
+def test_a_copy_of_the_reference_is_named_in_any_update(rate: float) -> None:
+    """Also where the policy has gone far from it."""
+    copied = of_rollout(lambda values, tokens, _: tokens["ref_log_prob"])
+    for each in answers(run_of(4, rate=rate), 2, copied)[1:]:
+        assert names(each)[0] == "stale_weights" and "bit for bit" in each["warnings"][0]["claim"]
+
+
+def moves(norm: float, was: float, names: Sequence[str] = ("layers.0", "layers.1"), dead: str = "") -> dict[str, float]:
+    """What layers say whose weights had this norm, and have that one now; one has no gradient."""
+    gradient = {name: float(name != dead) for name in names}
+    of_sums = {name: (0.5, of) for name, of in gradient.items()}
+    before, now = (
+        Layers({name: (size, 100, 5.0) for name in names}, gradient, gradient, None, [math.nan] * 4, of_sums, gradient)
+        for size in (was, norm)
+    )
+    return of_all_layers(now, before, RATE)
+
+
+@cases("norm was apart", (10.0, 10.0, 0.0), (math.nan, 10.0, math.inf), (math.nan, math.nan, None), (5.0, 0.0, None))
+def test_a_norm_that_becomes_nan_has_changed_and_one_that_was_is_unknown(
+    norm: float, was: float, apart: float | None
+) -> None:
+    assert moves(norm, was).get("weights.apart") == apart
+
+
+@cases("names dead count", (("layers.0", "layers.1"), "layers.1", 1), (("fc1", "fc2"), "fc2", 0), (("0", "1"), "1", 1))
+def test_a_layer_without_a_gradient_is_told_by_numbered_ones(names: Sequence[str], dead: str, count: int) -> None:
+    """A second head may be unused."""
+    assert moves(10.0, 10.0, names, dead)["gradient.zero"] == count
 
 
 def test_a_policy_that_is_destroyed_is_no_fault_of_the_reference() -> None:

@@ -26,7 +26,7 @@ FACTORS = {"gradient.above": 512.0, "gradient.factor": 513.0}
 RECORD = {"step": 3, "readings": {**FACTORS, "rate": 0.25, "has_moved": 1.0}}
 RECORD |= {"times": {"gradient.above": 128.0}, "streaks": {}}
 RECORD["streaks"] = {name: {"score": 3.5 * (name == "gradient"), "since": 3, "quiet": 0} for name in BY_NAME}
-RUN_CHECKS = {"version": 2, "records": [{**RECORD, "step": None, "readings": {"has_moved": 0.0}}, RECORD]}
+RUN_CHECKS = {"version": 3, "records": [{**RECORD, "step": None, "readings": {"has_moved": 0.0}}, RECORD]}
 
 MODEL = small_model()
 
@@ -148,9 +148,9 @@ def records(**changes: Any) -> dict[str, Any]:
     "state",
     "text",
     {},
-    {"version": 1, "records": []},
-    {"version": 2, "records": 3},
-    {"version": 2, "records": [{"step": 3}]},
+    {"version": 2, "records": []},
+    {"version": 3, "records": 3},
+    {"version": 3, "records": [{"step": 3}]},
     records(unheard=1.0),
     records(step="three"),
     records(readings={"gradient.above": None}),
