@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..facts import PAIRS, SHIFTS, TrainedRow
-from ..levels import EXPLAINS, FACTOR, GAP, LEVEL, MOST, MOVE, SAME, SHARE
+from ..levels import EXPLAINS, FACTOR, GAP, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
 from .records import Readings, Record
 
 # What readings of a column begin with, and its name among the tokens.
@@ -58,9 +58,9 @@ class Layers:
 
     @property
     def live(self) -> set[str]:
-        """The layers with a gradient, also in the smallest tensor, which has none in a part behind a detach."""
+        """The layers with a finite gradient, also in the smallest tensor, which has none in a part behind a detach."""
         dead = {layer for layer, (_, square) in (self.reduced_sums or {}).items() if square == 0}
-        return {layer for layer, norm in self.reduced.items() if norm} - dead
+        return {layer for layer, norm in self.reduced.items() if 0 < norm < math.inf} - dead
 
 
 def of_tokens(sums: Mapping[str, float]) -> Readings:
@@ -116,6 +116,7 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
     if gap > SAME / 2:  # columns that hardly differ say nothing
         found["unrelated"] = _share(of["unrelated"], of["told"])
         found["one_sided"] = (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1)
+    if gap > LEAST_NATS:
         found |= _slope(of, n) | _way(of)
         # 1 where errors are uniform, as of rounding, and 0 where they are normal; those of engines have longer tails.
         found["rounded"] = (gap * gap * n / of["d*d"] - 2 / math.pi) / (3 / 4 - 2 / math.pi)

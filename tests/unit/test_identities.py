@@ -662,6 +662,14 @@ def test_a_norm_that_becomes_nan_has_changed_and_one_that_was_is_unknown(
     assert moves(norm, was).get("weights.apart") == apart
 
 
+def test_layers_whose_gradient_is_not_finite_need_not_move() -> None:
+    """Their step is skipped."""
+    names = ("layers.0", "layers.1")
+    gradient = dict.fromkeys(names, math.nan)
+    layers = Layers(dict.fromkeys(names, (10.0, 100, 0.0)), gradient, gradient, None, [math.nan] * 4, None, {})
+    assert "weights.still" not in of_all_layers(layers, layers, RATE)
+
+
 @cases("names dead count", (("layers.0", "layers.1"), "layers.1", 1), (("fc1", "fc2"), "fc2", 0), (("0", "1"), "1", 1))
 def test_a_layer_without_a_gradient_is_told_by_numbered_ones(names: Sequence[str], dead: str, count: int) -> None:
     """A second head may be unused."""
