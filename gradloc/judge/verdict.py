@@ -4,7 +4,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..facts import Place, TrainedRow
@@ -14,12 +14,11 @@ from ..lines import Answer, CriticSpike, Culprit, Event, Fact, Said, Verdict, ki
 from ..sources import APART, APART_NATS, HOLDS, LAYER_FRACTION, TOKEN_RATIO, is_apart, is_broken, layer_shares
 from .rules import FAULTS, SOURCES
 from .said import counted, lowered, percent, said
-from .sentences import clips_in_words, describe, layer_in_words, token_in_words
+from .sentences import clips_in_words, describe, token_in_words
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 CHECK_UNKNOWN = "`gradloc replay BUNDLE --switches` shows whether it comes back, in which layers, and what changes it."
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
-_CHECK_AUXILIARY = "Repeat the step with the auxiliary loss's coefficient at 0: `actor/grad_norm` should fall."
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
 # one it is exactly 0. From MOST on, that of the squared norm, it is the cause.
 MENTIONED, MOST = 0.1, math.sqrt(EXPLAINS)
@@ -34,8 +33,22 @@ _UNREAD, _ALONE = ("rollout", "reference"), 0.01
 # least this share of what the norm has grown by, are its cause.
 _LARGE_ERROR, _EXPLAINED = 2.0, 1 / 3
 
-# The name of a cause, or None, and what is said.
-_Found = tuple[str | None, Said]
+# What is said of a gradient that comes from no token, and of one that is not finite for all: claim, rest and check.
+_AUXILIARY = (
+    "An auxiliary loss makes most of the gradient",
+    ": look at its coefficient and scale (load balancing, z-loss, MTP or draft heads).",
+    "Repeat the step with the auxiliary loss's coefficient at 0: `actor/grad_norm` should fall.",
+)
+_ALL_TOKENS = "NaN or Inf is in the log-probs or gradients of all tokens", "."
+_BACKWARD = (
+    "The gradient is NaN or infinite, and no log-prob and no advantage is",
+    ": the backward makes it. Look for a division or root at 0, torch.where over one, and kernels.",
+)
+# By the cause of a critic's spike, what is said.
+_OF_ERRORS = {
+    "errors": "The values' errors have grown: look at the returns.",
+    "network": "The values' errors have hardly grown, so the model amplifies them.",
+}
 
 
 def judged(
@@ -70,18 +83,30 @@ def verdict(event: Event, rows: Mapping[Place, TrainedRow] | None = None) -> Ver
     """
     with guarded("no verdict on an event could be made"):
         facts = [*_shared(event, _is_fact)]
-        found = _of_no_token(event) or _of_run(event) or _of_tokens(event) or _of_all_tokens(event)
-        cause, what = found or (None, _natural(event, facts, rows or {}))
-        return {"cause": cause, "facts": facts, **what}
+        cause, what = next(_causes(event), (None, None))
+        return {"cause": cause, "facts": facts, **(what or _natural(event, facts, rows or {}))}
     return None
 
 
-def _of_no_token(event: Event) -> _Found | None:
-    """A gradient that comes from no token: most of the squared norm."""
-    rest = ": look at its coefficient and scale (load balancing, z-loss, MTP or draft heads)."
-    evidence = _no_token_in_words(event, MOST)
-    what = said("An auxiliary loss makes most of the gradient", rest, _CHECK_AUXILIARY, evidence)
-    return ("auxiliary", what) if evidence else None
+def _causes(event: Event) -> Iterator[tuple[str, Said]]:
+    """The name of each cause, and what is said of it; the verdict's is the first."""
+    culprits = event["culprits"]
+    if part := _no_token_in_words(event, MOST):
+        yield "auxiliary", said(*_AUXILIARY, part)
+    broken = [each for each in event.get("warnings", []) if each.get("column") not in _UNREAD or _may_read(culprits)]
+    for each in broken[:1]:
+        claim, sentence = (f"The data path is broken: {lowered(text)}" for text in (each["claim"], each["sentence"]))
+        sentence += f" Also broken: {', '.join(other['name'] for other in broken[1:])}." if broken[1:] else ""
+        yield each["name"], {"claim": claim, "evidence": each["evidence"], "sentence": sentence, "check": each["check"]}
+    for fact in _shared(event, _is_cause):
+        name = fact["source"]
+        rule, tokens = SOURCES[name], [each for each in culprits if name in each["sources"]]
+        columns = [column for column in _COLUMNS if any(is_broken(token.get(column) or 0.0) for token in tokens)]
+        claim = f"`{columns[0]}` of single tokens is NaN or infinite" if name == _BROKEN and columns else rule.claim
+        yield name, said(claim, f": {lowered(rule.advice)}", rule.check, _true_of(event, fact))
+    if event["diagnosis"] == "nonfinite" and not culprits:
+        in_tokens = any(unit["broken_tokens"] for unit in event["units"])
+        yield _BROKEN, said(*(_ALL_TOKENS if in_tokens else _BACKWARD), CHECK_UNKNOWN)
 
 
 def _no_token_in_words(event: Event, least: float) -> str:
@@ -94,19 +119,6 @@ def _no_token_in_words(event: Event, least: float) -> str:
     return f"{percent(found['share'])} of a micro-batch's norm comes from no token's log-prob{layer}"
 
 
-def _of_run(event: Event) -> _Found | None:
-    """The first identity that is broken, unless the loss does not read what is wrong."""
-    warnings, culprits = event.get("warnings", []), event["culprits"]
-    if any(each.get("column") in _UNREAD for each in warnings) and culprits and not any(map(_reads, culprits)):
-        warnings = [each for each in warnings if each.get("column") not in _UNREAD]
-    if not warnings:
-        return None
-    first, *others = warnings
-    claim, sentence = (f"The data path is broken: {lowered(text)}" for text in (first["claim"], first["sentence"]))
-    sentence += f" Also broken: {', '.join(each['name'] for each in others)}." if others else ""
-    return first["name"], {"claim": claim, "evidence": first["evidence"], "sentence": sentence, "check": first["check"]}
-
-
 def _without_rollout(culprit: Culprit) -> float:
     """What a coefficient is made of weight, advantage and ratio alone, without the rollout's log-prob."""
     bypassed = culprit["old_log_prob"] == culprit["rollout_log_prob"]
@@ -114,22 +126,10 @@ def _without_rollout(culprit: Culprit) -> float:
     return -culprit["weight"] * (culprit["advantage"] or 0.0) * ratio
 
 
-def _reads(culprit: Culprit) -> bool:
-    """Whether the loss reads more of a token, such as the rollout's log-prob."""
-    expected = _without_rollout(culprit)
-    return not abs(culprit["coefficient"] - expected) <= _ALONE * abs(expected)
-
-
-def _of_tokens(event: Event) -> _Found | None:
-    """An equality that the culprits break, and ordinary tokens keep."""
-    for fact in _shared(event, _is_cause):
-        name = fact["source"]
-        rule = SOURCES[name]
-        tokens = [each for each in event["culprits"] if name in each["sources"]]
-        broken = [each for each in _COLUMNS if any(is_broken(token.get(each) or 0.0) for token in tokens)]
-        claim = f"`{broken[0]}` of single tokens is NaN or infinite" if name == _BROKEN and broken else rule.claim
-        return name, said(claim, f": {lowered(rule.advice)}", rule.check, _true_of(event, fact))
-    return None
+def _may_read(culprits: Sequence[Culprit]) -> bool:
+    """Whether the loss may read more of tokens, such as the rollout's log-prob; without a culprit, nothing tells."""
+    made = [(culprit["coefficient"], _without_rollout(culprit)) for culprit in culprits]
+    return not (made and all(abs(found - expected) <= _ALONE * abs(expected) for found, expected in made))
 
 
 def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
@@ -143,11 +143,11 @@ def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
     is_late = states.get("rollout_log_probs", {}).get("late", False)
     if is_late or (event["comparison"]["ordinary"].get(APART) or 0.0) >= LEVEL * SHARE:
         return False
+    if source == "misaligned":
+        return True
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    if source == "misaligned":
-        return True
     is_over = abs(_without_rollout(culprit)) * culprit["grad_norm"] > abs(culprit["coefficient"]) * culprit["threshold"]
     return not is_over and bool(is_apart(rollout, old, _RATIOS[source]))
 
@@ -175,17 +175,6 @@ def _true_of(event: Event, fact: Fact) -> str:
     return f"true of {counted(round(fact['culprits'] * total), total, 'culprits')}{others}"
 
 
-def _of_all_tokens(event: Event) -> _Found | None:
-    """A gradient that is NaN or infinite for all tokens."""
-    if event["diagnosis"] != "nonfinite" or event["culprits"]:
-        return None
-    claim, rest = "NaN or Inf is in the log-probs or gradients of all tokens", "."
-    if not any(unit["broken_tokens"] for unit in event["units"]):
-        claim = "The gradient is NaN or infinite, and no log-prob and no advantage is"
-        rest = ": the backward makes it. Look for a division or root at 0, torch.where over one, and kernels."
-    return _BROKEN, said(claim, rest, CHECK_UNKNOWN)
-
-
 def _natural(event: Event, facts: list[Fact], rows: Mapping[Place, TrainedRow]) -> Said:
     """Without a cause: which identities hold, and what the culprits have in common."""
     states = Counter(each["state"] for each in event.get("identities", {}).values())
@@ -197,23 +186,21 @@ def _natural(event: Event, facts: list[Fact], rows: Mapping[Place, TrainedRow]) 
         claim, kind = f"All {states['held']} identities that could be checked hold{others}", "A natural spike"
     else:
         claim = "No identity could be checked"
-    more, check = ". No token stands out.", CHECK_UNKNOWN
+    rest, check = ".", CHECK_UNSEARCHED if event["diagnosis"] == "unsearched" else CHECK_UNKNOWN
     if event["culprits"]:
         common = [f"{lowered(SOURCES[fact['source']].claim)} ({_true_of(event, fact)})" for fact in facts]
         what = "; ".join(filter(None, [*common, _rewarded(event, rows)])) or "nothing that stands out"
-        more, check = f". {kind}: {what}.", CHECK_NATURAL
-    elif event["diagnosis"] == "unsearched":
-        more, check = ". No token was measured yet.", CHECK_UNSEARCHED
-    besides = _no_token_in_words(event, MENTIONED)
-    return said(claim, more + (f" {besides}." if besides else ""), check)
+        rest, check = f". {kind}: {what}.", CHECK_NATURAL
+    if part := _no_token_in_words(event, MENTIONED):
+        rest += f" {part}."
+    return said(claim, rest, check)
 
 
 def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
     """A reward that the culprits' responses have, and few others."""
     places = {(each["rank"], each["row"]) for each in event["culprits"]}
-    rewards = Counter(rows[place].score for place in places if place in rows)
     known: Counter[float | None] = Counter(row.score for row in rows.values() if row.score is not None and row.largest)
-    for reward, n in rewards.most_common(1):
+    for reward, n in Counter(rows[place].score for place in places if place in rows).most_common(1):
         # A reward that many others have does not stand out; nor is anything known where none has an advantage.
         usual = known[reward] / known.total() if known else 1.0
         if reward is not None and n >= EXPLAINS * len(places) and usual * LEVEL <= 1:
@@ -239,10 +226,7 @@ def _of_critic(spike: CriticSpike) -> tuple[str | None, str]:
         growth = error / usual
         is_large = math.isfinite(norm) and growth >= max(_LARGE_ERROR, _EXPLAINED * norm / usual_norm)
         cause = "errors" if is_large or not math.isfinite(growth) else "network"
-        what = "grown: look at the returns" if cause == "errors" else "hardly grown, so the model amplifies them"
-        rms = f"root mean square {error:.3g} against {usual:.3g} in the last mini-batch without a spike"
-        layer = layer_in_words([largest], spike["ordinary_layer_norms"])
-        summary += f" The values' errors have {what} ({rms}){'; ' if layer else ''}{layer}."
+        summary += f" {_OF_ERRORS[cause]}"
     for value in spike["values"][:1]:
         summary += f" Largest error: value {value['value']:.3g}, return {value['return']:.3g}, {token_in_words(value)}."
     return cause, summary

@@ -502,7 +502,7 @@ def test_a_converted_spike_names_what_it_suspects(show: Any, view: Any, tmp_path
     found = unsearched(40, [culprit(4, tokens, 9e4, advantage=7.5), culprit(2, tokens, 8e4)])
     valid_events(json.dumps([found]))
     text = show(events=[found])
-    assert "1 gradient spike in step 40: no identity could be checked. No token was measured yet." in text
+    assert "1 gradient spike in step 40: no identity could be checked." in text
     assert "replay/step40-epoch0-mini_batch0 --search" in text
     assert "Suspected tokens of rank 0 (3 other ranks not looked at): not measured" in text
     made = view()
