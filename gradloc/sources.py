@@ -147,11 +147,7 @@ def _is_far(of: Facts, name: str, factor: float) -> Any:
 
 def layer_shares(norms: Mapping[str, float]) -> dict[str, float]:
     """Each layer's share of the squared norm, from the layers' norms; none if their sum is 0 or not finite."""
-    return shares_of_sum({layer: norm * norm for layer, norm in norms.items()})
-
-
-def shares_of_sum(squares: Mapping[str, float]) -> dict[str, float]:
-    """Each layer's share of the sum of these squares; none if that is 0 or not finite."""
+    squares = {layer: norm * norm for layer, norm in norms.items()}
     total = math.fsum(squares.values())
     return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
 

@@ -4,12 +4,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..guarded import guarded
 from ..lines import Clipped, Event
-from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
+from ..sources import LAYER_FRACTION, layer_shares
 from .said import count, percent
 
 # A layer is named if so much more of the squared norm is in it than ordinarily.
@@ -49,13 +49,11 @@ def clips_in_words(found: Clipped) -> str:
     """What TokenClip found, and the largest of it."""
     over, cut = sum(found["over"].values()), sum(found["cut"].values())
     signals = f"{count(over, 'backward signal')} over {found['factor']:g} times the usual largest one"
-    parts = [f"TokenClip found {signals}, and cut {cut} (action {found['action']})"]
-    if found["refused"]:
-        parts.append(f"at {', '.join(found['refused'])} there were more than max_share, so that none was cut there")
+    sentence = f"TokenClip found {signals}, and cut {cut} (action {found['action']})"
     for token in found["tokens"][:1]:
         where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
-        parts.append(f"the largest: {token_in_words(token)}, {where}")
-    return "; ".join(parts) + "."
+        sentence += f"; the largest: {token_in_words(token)}, {where}"
+    return f"{sentence}."
 
 
 def token_in_words(token: Mapping[str, Any]) -> str:
@@ -66,21 +64,17 @@ def token_in_words(token: Mapping[str, Any]) -> str:
 
 
 def _shown(event: Event) -> str:
-    """What the search has shown, with the parts of a diffuse spike, an error, or the most suspicious token."""
+    """What the search has shown, with a diffuse spike's size, an error, or the most suspicious token."""
     diagnosis = event["diagnosis"]
     found = "" if diagnosis == "nonfinite" and event["culprits"] else _SHOWN.get(diagnosis, "")
     if diagnosis == "diffuse" and (tokens := sum(part["tokens"] for part in event["diffuse"])):
-        over = "over " if event.get("more_diffuse") else ""
-        rows = count(sum(len(part["rows"]) for part in event["diffuse"]), "response")
-        found += f": it is the sum of {over}{tokens} tokens of {over}{rows}"
+        found += f": it is the sum of {'over ' if event.get('more_diffuse') else ''}{tokens} tokens"
     elif diagnosis == "incomplete":
         after = "out of time" if event.get("out_of_time") else f"after {count(event['passes'], 'pass', 'passes')}"
         found += f" ({event['error'] or after})"
     elif diagnosis == "unsearched":
         for token in event.get("suspected", [])[:1]:
-            whose = f" on {ranks}" if (ranks := ranks_looked_at(event)) else ""
-            p = math.exp(token["log_prob"])
-            found += f"; the most suspicious{whose}: {token_in_words(token)}, with p = {p:.2g}"
+            found += f"; the most suspicious: {token_in_words(token)}, with p = {math.exp(token['log_prob']):.2g}"
     return found
 
 
@@ -90,18 +84,10 @@ def _culprits(event: Event) -> str:
     if not culprits:
         return ""
     text, equal = Counter(each.get("token") for each in culprits).most_common(1)[0]
-    which = f"{equal} of them " if equal < len(culprits) else {1: "", 2: "both "}.get(equal, "all ")
-    token = "" if text is None or 2 * equal <= len(culprits) else f" ({which}{text!r})"
+    mostly = "mostly " if equal < len(culprits) else ""
+    token = "" if text is None or 2 * equal <= len(culprits) else f" ({mostly}{text!r})"
     responses = len({(each["rank"], each["row"]) for each in culprits})
     return f"{count(len(culprits), 'culprit')}{token} in {count(responses, 'response')}"
-
-
-def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
-    """Whose tokens a converted event's suspected ones were chosen from; None if they were every rank's."""
-    ranks = event.get("suspected_ranks")
-    if ranks is None or not (others := event["world_size"] - len(ranks)):
-        return None
-    return f"rank {', '.join(map(str, ranks))} ({count(others, 'other rank')} not looked at)"
 
 
 def _where(event: Event) -> str:
@@ -109,18 +95,11 @@ def _where(event: Event) -> str:
     if (broken := event.get("broken_parameters")) and broken["names"]:
         where = f"{broken['count']} of {broken['of']} parameters"
         return f"NaN or infinite gradients in {where}, of which the backward reaches {broken['names'][0]} first"
-    return layer_in_words(event["units"], event["ordinary_layer_norms"])
-
-
-def layer_in_words(units: Sequence[Mapping[str, Any]], ordinary: Mapping[str, float] | None) -> str:
-    """The layer that carries far more of the units' squared norm than it does ordinarily; empty if none does."""
-    squares: dict[str, float] = {}
-    for layer, norm in (pair for unit in units for pair in unit["layer_norms"].items()):
-        squares[layer] = squares.get(layer, 0.0) + norm * norm
-    shares, usual = shares_of_sum(squares), layer_shares(ordinary or {})
-    gains = {layer: share - usual.get(layer, 0.0) for layer, share in shares.items()}
-    name = max(gains, key=gains.__getitem__, default="")
-    if len(shares) < 2 or gains[name] <= (_LAYER_GAIN if usual else LAYER_FRACTION):
+    # The first unit is the largest one.
+    shares = layer_shares(event["units"][0]["layer_norms"]) if event["units"] else {}
+    usual = layer_shares(event["ordinary_layer_norms"] or {})
+    gain, name = max(((share - usual.get(layer, 0.0), layer) for layer, share in shares.items()), default=(0.0, ""))
+    if len(shares) < 2 or gain <= (_LAYER_GAIN if usual else LAYER_FRACTION):
         return ""
     ordinarily = f", ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
     return f"{name} carries {percent(shares[name])} of the squared norm{ordinarily}"

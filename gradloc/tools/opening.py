@@ -16,7 +16,6 @@ from torch import Tensor
 from ..bundles import layout, limits
 from ..bundles.layout import TOKENS, Row, SavedMicroBatch
 from ..judge import judged
-from ..judge.sentences import ranks_looked_at
 from ..lines import Event
 from ..measure.micro_batch import MicroBatchName
 from ..token_clip.token_clip import ACTIONS
@@ -37,6 +36,7 @@ from .schema import (
     read_plain_file,
     with_numbers,
 )
+from .spike import ranks_looked_at
 
 _FINITE: Form = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
 _FINITE_OR_NULL = or_null(_FINITE)

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from ..judge.rules import SOURCES
-from ..judge.sentences import ranks_looked_at
 from .command_line import in_shell
-from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
+from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity, threshold_factor
 
 # A mini-batch: its step, PPO epoch and index.
 MiniBatch = tuple[int | None, int, int]
@@ -109,6 +108,14 @@ class Spike:
         """The heading of its suspected tokens, which says whose were not looked at."""
         ranks = ranks_looked_at(self.event)
         return f"Suspected tokens{f' of {ranks}' if ranks else ''}: not measured"
+
+
+def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
+    """Whose tokens a converted event's suspected ones were chosen from; None if they were every rank's."""
+    ranks = event.get("suspected_ranks")
+    if ranks is None or not (others := event["world_size"] - len(ranks)):
+        return None
+    return f"rank {', '.join(map(str, ranks))} ({count(others, 'other rank')} not looked at)"
 
 
 def bundle_of(event: Mapping[str, Any], directory: str, options: Sequence[str] = ()) -> str | None:

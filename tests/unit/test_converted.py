@@ -20,6 +20,7 @@ from gradloc.judge import judged
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc.tools.opening import BundleError, open_bundle
+from gradloc.tools.spike import ranks_looked_at
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
@@ -91,7 +92,7 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
     assert event["summary"] == f"Converted, not searched; the most suspicious: {most}."
     of_three = judged(event_of(micro_batches(), world_size=3))
     valid_events(json.dumps([of_three]))
-    assert "the most suspicious on rank 0 (2 other ranks not looked at): token of rank 0" in of_three["summary"]
+    assert ranks_looked_at(of_three) == "rank 0 (2 other ranks not looked at)" and ranks_looked_at(event) is None
 
 
 def test_the_event_has_the_answer_that_it_is_given() -> None:

@@ -36,7 +36,7 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
 PART = {"tokens": 48, "rows": [8, 9, 11]}
 ONE = "1 culprit in 1 response"
 ALL = "Every micro-batch is over its threshold"
-DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of 3 responses"
+DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens"
 NAN = "No single token is the cause"
 LAYER = "layers.1 carries 98% of the squared norm"
 
@@ -52,13 +52,11 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
     ],
     "1 culprit ('+') in 1 response.": [event(culprit(token="+"))],
     "3 culprits in 2 responses.": [event(culprit(1), culprit(1), culprit(2))],
-    "4 culprits (3 of them 'a') in 2 responses.": [event(*[culprit(i % 2, token) for i, token in enumerate("abaa")])],
-    "2 culprits (both 'a') in 1 response.": [event(*[culprit(token="a")] * 2)],
+    "4 culprits (mostly 'a') in 2 responses.": [event(*[culprit(i % 2, token) for i, token in enumerate("abaa")])],
+    "2 culprits ('a') in 1 response.": [event(*[culprit(token="a")] * 2)],
     "2 culprits in 1 response.": [event(*[culprit(token=token) for token in "ab"])],
     f"N{DIFFUSE}; {ONE}.": [event(culprit(), diagnosis="diffuse", diffuse=[PART])],
-    f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("of 3", "of over 3"): [
-        event(diagnosis="diffuse", diffuse=[PART], more_diffuse=1)
-    ],
+    f"N{DIFFUSE}.".replace("sum of", "sum of over"): [event(diagnosis="diffuse", diffuse=[PART], more_diffuse=1)],
     f"{NAN}.": [event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))])],
     f"{NAN}; NaN or infinite gradients in 3 of 30 parameters, of which the backward reaches c first.": [
         event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]})
