@@ -30,8 +30,7 @@ SOURCES: Mapping[str, Rule] = {
         "Single tokens have NaN or infinite gradients",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
-        "If a culprit's advantage, weight and log-probs in spikes.jsonl are finite, look at the model's weights, and "
-        "at the event's `broken_parameters`.",
+        "If a culprit's other figures in spikes.jsonl are finite, look at the weights, and at `broken_parameters`.",
     ),
     "unsampled": Rule(
         "Tokens that the policy did not produce are trained on",
