@@ -14,10 +14,8 @@ exit codes: 0  all identities that could be checked hold
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from ..evidence.writer import jsonable
@@ -29,11 +27,10 @@ from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import shown, visible
 from ..tools.files import write_output
-from ..tools.reading import Evidence, read
+from ..tools.reading import Evidence, evidence_at, read
 
-_EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
 _IDENTITIES = (Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is"))
-_ROW: Spec = (Column("Row", "row"), itemgetter("row"))
+_ROW: Spec = (Column("Row", "row"), lambda row: str(row["row"]))
 _ROWS = (
     *(_ROW, index("Prompt", "prompt"), index("Response", "response"), *of_fields("uid reward advantage")),
     index("Length", "length"),
@@ -54,14 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print what is found as JSON")
     parser.add_argument("--html", metavar="FILE", type=output_file, help="write it as a page, too")
     options = parser.parse_args(arguments)
-    is_evidence = any(map(_is_evidence, options.paths))
-    if is_evidence and len(options.paths) > 1:
+    path, *others = options.paths
+    has_evidence = any(map(evidence_at, options.paths))
+    if has_evidence and others:
         parser.error("give evidence alone")
     if not options.json:
         need("gradloc check without --json", "rich")
     try:
-        if is_evidence:
-            return _say(*_of_evidence(options.paths[0]), options)
+        if has_evidence:  # what training said of its last step
+            evidence = read(path, texts=False)
+            if not evidence.identities:
+                raise OSError(f"{path} has no identities: an older release wrote it, or nothing has checked the run.")
+            return _say(f"step {shown(evidence.checked_in)} of {path}", evidence, [], options)
         need("gradloc check of records, batches and bundles", "torch", "safetensors")
         from .files import check_files
 
@@ -71,19 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
         return 2
-
-
-def _is_evidence(path: str) -> bool:
-    places = [os.path.join(path, folder, name) for folder in ("", "bisect_dump") for name in _EVIDENCE]
-    return os.path.basename(path) in _EVIDENCE or any(map(os.path.exists, places))
-
-
-def _of_evidence(path: str) -> tuple[str, Evidence, list[Any]]:
-    """What training said of its last step, as `check_files` gives it."""
-    evidence = read(path, texts=False)
-    if not evidence.identities:
-        raise OSError(f"{path} has no identities: an older release wrote it, or nothing has checked the run.")
-    return f"step {shown(evidence.checked_in)} of {path}", evidence, []
 
 
 def _say(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]], options: Any) -> int:

@@ -221,7 +221,10 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
     Raises:
         OSError: There is no such file, no evidence in it or in the directory, or it cannot be read.
     """
-    files = _files(path)
+    known = evidence_at(path)
+    if not known and os.path.isdir(path):
+        raise _no_evidence(path)
+    files = known or {"spikes": path}
     found = Evidence(path, since, texts, os.path.dirname(next(iter(files.values()))) or ".")
     forms = {
         # Training writes a step's spikes before its figures: so all spikes that the figures count are there.
@@ -237,7 +240,7 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
             add(entry)
             valid += add != found.skip
     if not (valid or found.skipped[OTHER_VERSION]):
-        if not (os.path.isdir(path) or _is_evidence(path)):
+        if not known:
             raise OSError(f"{path} is not evidence: give the folder that has spikes.jsonl.")
         if found.skipped:
             raise OSError(f"{path} has no valid line: it is cut, or no evidence. Copy it again.")
@@ -311,23 +314,16 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _files(path: str) -> dict[str, str]:
-    """The files that a path stands for, by name."""
-    is_folder = os.path.isdir(path)
-    if not (is_folder or _is_evidence(path)):
-        return {"spikes": path}
-    for directory in (path, os.path.join(path, "bisect_dump")) if is_folder else (os.path.dirname(path) or ".",):
+def evidence_at(path: str) -> dict[str, str]:
+    """The files with evidence that a path stands for, see `read`, by name; none if there are none."""
+    directories = [path, os.path.join(path, "bisect_dump")]
+    if os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES] and not os.path.isdir(path):
+        directories = [os.path.dirname(path) or "."]
+    for directory in directories:
         files = {name: os.path.join(directory, f"{name}.jsonl") for name in _NAMES}
         if files := {name: file for name, file in files.items() if os.path.exists(file)}:
             return files
-    if is_folder:
-        raise _no_evidence(path)
-    return {"spikes": path}
-
-
-def _is_evidence(path: str) -> bool:
-    """Whether a file has the name of one with evidence."""
-    return os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]
+    return {}
 
 
 def _no_evidence(path: str) -> OSError:
