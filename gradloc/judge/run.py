@@ -19,9 +19,10 @@ RESUME_STEPS = 3
 
 
 class Run:
-    """Collects the sums of a run's mini-batches; on rank 0."""
+    """Collects the sums of a run's mini-batches; on rank 0. `has_moved`: optimizer steps were taken before."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_moved: bool = False) -> None:
+        self._has_moved = has_moved
         self._records: list[Record] = []
         self._since_resume: int | None = None
         self._layers_before: Layers | None = None
@@ -111,7 +112,7 @@ class Run:
     def _present(self, at_once: bool = False) -> Record:
         """The record of the update so far."""
         before = self._records
-        has_moved = self._since_resume is not None or any(each.rate for each in before)
+        has_moved = self._has_moved or self._since_resume is not None or any(each.rate for each in before)
         now = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
         now |= {"has_moved": float(has_moved), "rollout.is_current": float(self._is_current)}
         if self._rate is not None:
@@ -138,9 +139,7 @@ def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_firs
         facts (Sequence[float]): What `own_facts` returned.
         is_first (bool): Whether no optimizer step was taken before it.
     """
-    run = Run()
-    if not is_first:
-        run.load_state_dict(None)
+    run = Run(has_moved=not is_first)
     run.take_in(facts)
     run.take_in_rows(rows)
     return run.answer(at_once=True)
