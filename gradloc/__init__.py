@@ -27,7 +27,7 @@ The parts of the package. A file imports from its own part and from those above 
 What reads evidence afterwards; training imports none of it, but for the trackers:
 
 - tools: what the commands share: reading evidence, bundles and results; figures and text; files and the command line
-- convert: bundles from the records of other trainers
+- convert: reads what other trainers wrote, and makes bundles of records
 - replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens
 - report: the evidence in the terminal, as a page and for trackers; needs no torch
 - check: which identities hold in records, batches, bundles and evidence
