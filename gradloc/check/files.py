@@ -3,7 +3,7 @@
 """Which identities hold in the steps that files have, and in which rows one is most off."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -53,7 +53,8 @@ def _checked(steps: Iterator[Step], first_step: bool) -> Checked:
         raise RecordError("There is no record.")
     is_alone = len(begun) == 1
     sums = [dict(zip(NAMES, facts, strict=True)) for _, _, facts in begun]
-    is_first = first_step or [each["reference tokens"] > 0 == each["reference size"] for each in sums] == [True, False]
+    is_same = [each["reference tokens"] > 0 and each["reference size"] == 0 for each in sums]
+    is_first = first_step or is_same == [True, False]
     run, evidence, lengths = Run(has_moved=not is_first), Evidence(""), []
     off: dict[str, tuple[Told, Any]] = {}
     for number, step, facts in chain(begun, summed):
@@ -64,7 +65,7 @@ def _checked(steps: Iterator[Step], first_step: bool) -> Checked:
         run.add_step(1.0)  # at a rate that is not known
         answer: Any = step.explained(run.answer(at_once=is_alone))
         for name, was in evidence.identities.items():
-            if was["state"] == "broken" != answer["identities"][name]["state"]:
+            if was["state"] == "broken" and answer["identities"][name]["state"] != "broken":
                 answer["identities"][name] = {**was, "missing": "holds again"}
         # The first step in which it is broken shows it: in a later one, it may hold again.
         off = {each.get("identity"): (step, each) for each in answer["warnings"]} | off
@@ -83,7 +84,7 @@ def _most_off(step: Told, warning: Mapping[str, Any], is_first: bool) -> list[di
     def times(of: Sequence[int]) -> float:
         rows = [step.rows[i] for i in of] if step.rows else []
         state: Any = of_one_step(step.facts(of), rows, is_first)["identities"].get(identity, {})
-        return state.get("times") or 0.0
+        return state.get("times") or (math.inf if state.get("state") == "broken" else 0.0)
 
     if identity not in _GROUPED:
         rows = [i for i, tokens in enumerate(step.tokens) if tokens["log_prob"].numel()][:_LOOKED_AT]
@@ -94,7 +95,14 @@ def _most_off(step: Told, warning: Mapping[str, Any], is_first: bool) -> list[di
         groups[row.prompt if warning["name"] == "groups_of_one" else row.uid].append(i)
     # If none alone shows a fault, the first one is an example.
     worst = max([*groups.values()][:_LOOKED_AT], key=times, default=[])
-    return sorted((_told_of(step, i) for i in worst), key=lambda row: row[_GROUPED[identity]] or 0)[:_OF_GROUP]
+    found, of = [_told_of(step, i) for i in worst], _GROUPED[identity]
+    if of == "response":
+        often = Counter(row[of] for row in found)
+        return sorted(found, key=lambda row: (-often[row[of]], row[of] or 0))[:_OF_GROUP]
+    found.sort(key=lambda row: row[of] or 0)
+    # From both ends, if there are more.
+    places = {round(i * (len(found) - 1) / (_OF_GROUP - 1)) for i in range(_OF_GROUP)} if found else ()
+    return [found[i] for i in sorted(places)]
 
 
 def _told_of(step: Told, i: int) -> dict[str, Any]:

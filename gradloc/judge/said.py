@@ -3,6 +3,8 @@
 """The parts of what a warning or a verdict says, and the counts and shares in it."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from ..lines import Said
 
@@ -11,6 +13,11 @@ def said(claim: str, rest: str, check: str, evidence: str = "") -> Said:
     """What a warning or a verdict says: its sentence is the claim, the evidence in brackets, and the rest."""
     brackets = f" ({evidence})" if evidence else ""
     return {"claim": claim, "evidence": evidence, "sentence": claim + brackets + rest, "check": check}
+
+
+def claim_of(found: Mapping[str, Any]) -> str:
+    """The claim of a warning or a verdict; of one of an older release, which has none, its sentence."""
+    return str(found.get("claim", found["sentence"].removesuffix(".")))
 
 
 def lowered(sentence: str) -> str:

@@ -13,7 +13,7 @@ from ..levels import EXPLAINS, LEVEL, SHARE
 from ..lines import Answer, CriticSpike, Culprit, Event, Fact, Said, Verdict, kind_of
 from ..sources import APART, APART_NATS, HOLDS, LAYER_FRACTION, TOKEN_RATIO, is_apart, is_broken, layer_shares
 from .rules import FAULTS, SOURCES
-from .said import counted, lowered, percent, said
+from .said import claim_of, counted, lowered, percent, said
 from .sentences import clips_in_words, describe, token_in_words
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
@@ -95,9 +95,11 @@ def _causes(event: Event) -> Iterator[tuple[str, Said]]:
         yield "auxiliary", said(*_AUXILIARY, part)
     broken = [each for each in event.get("warnings", []) if each.get("column") not in _UNREAD or _may_read(culprits)]
     for each in broken[:1]:
-        claim, sentence = (f"The data path is broken: {lowered(text)}" for text in (each["claim"], each["sentence"]))
+        texts = claim_of(each), each["sentence"]
+        claim, sentence = (f"The data path is broken: {lowered(text)}" for text in texts)
         sentence += f" Also broken: {', '.join(other['name'] for other in broken[1:])}." if broken[1:] else ""
-        yield each["name"], {"claim": claim, "evidence": each["evidence"], "sentence": sentence, "check": each["check"]}
+        evidence = each.get("evidence", "")
+        yield each["name"], {"claim": claim, "evidence": evidence, "sentence": sentence, "check": each["check"]}
     for fact in _shared(event, _is_cause):
         name = fact["source"]
         rule, tokens = SOURCES[name], [each for each in culprits if name in each["sources"]]
@@ -148,7 +150,8 @@ def _is_cause(event: Event, source: str, culprit: Culprit) -> bool:
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    is_over = abs(_without_rollout(culprit)) * culprit["grad_norm"] > abs(culprit["coefficient"]) * culprit["threshold"]
+    norm, most = abs(_without_rollout(culprit)) * culprit["grad_norm"], culprit["threshold"]
+    is_over = math.inf > norm > abs(culprit["coefficient"]) * most
     return not is_over and bool(is_apart(rollout, old, _RATIOS[source]))
 
 
@@ -180,7 +183,7 @@ def _natural(event: Event, facts: list[Fact], rows: Mapping[Place, TrainedRow]) 
     states = Counter(each["state"] for each in event.get("identities", {}).values())
     kind = "What the culprits have in common"
     if unread := event.get("warnings"):
-        claim = f"The loss does not read what is broken ({lowered(unread[0]['claim'])})"
+        claim = f"The loss does not read what is broken ({lowered(claim_of(unread[0]))})"
     elif states["held"]:
         others = f", and {states['unchecked']} could not be" if states["unchecked"] else ""
         claim, kind = f"All {states['held']} identities that could be checked hold{others}", "A natural spike"

@@ -212,6 +212,19 @@ def test_the_rows_of_a_group_show_what_is_wrong(check: Any, tmp_path: Path) -> N
     assert len({row["uid"] for row in rows}) == 1 < len({row["prompt"] for row in rows})
 
 
+@cases("plant column", (moved_advantages, "advantage"), (one_seed, "response"), (interleaved, "prompt"))
+def test_the_rows_of_a_large_group_show_what_is_wrong(check: Any, tmp_path: Path, plant: Any, column: str) -> None:
+    """At most sixteen are shown."""
+    lines = [line for i in range(8) for line in healthy(seed=i)]
+    plant(lines)
+    for i, line in enumerate(lines):
+        line["uid"] = f"group {i % 2}" if column == "prompt" else "group"
+    rows = check(1, write(tmp_path / "a.jsonl", lines))["rows"]
+    of = [row[column] for row in rows]
+    assert len(rows) == 16 and len({row["uid"] for row in rows}) == 1
+    assert len(set(of)) < 16 if column == "response" else len(set(of)) > 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_healthy_step_holds(check: Any, tmp_path: Path, seed: int) -> None:
     found = check(0, write(tmp_path / "a.jsonl", healthy(seed)))

@@ -209,7 +209,13 @@ def test_a_ratio_that_steps_have_made_is_a_fact_and_no_cause() -> None:
 def test_a_ratio_without_which_a_token_would_be_over_its_threshold_is_a_fact_and_no_cause(rule: str) -> None:
     """It is not in the loss, it makes the gradient smaller, or the token would be over 4 without its factor of 2."""
     spike = event(*[[rule]] * 4)
-    for coefficient, norm, cause in ((-1.5, 5.0, rule), (-0.75, 5.0, None), (-0.3, 5.0, None), (-1.5, 8.1, None)):
+    for coefficient, norm, cause in (
+        (-1.5, 5.0, rule),
+        (-0.75, 5.0, None),
+        (-0.3, 5.0, None),
+        (-1.5, 8.1, None),
+        (-1.5, math.inf, rule),
+    ):
         found = verdict_on(changed(spike, coefficient=coefficient, grad_norm=norm), NONE)
         assert found["cause"] == cause and [fact["source"] for fact in found["facts"]] == [rule]
 
@@ -282,6 +288,9 @@ def test_the_first_identity_that_is_broken_is_the_cause(sources: list[str]) -> N
     since = "70 times the usual since step 5"
     assert (found["cause"], found["evidence"], found["check"]) == ("stale_weights", since, WARNING["check"])
     assert found["claim"] == "The data path is broken: the rollout is late"
+    # A warning of an older release has a sentence alone.
+    old = verdict_on(spike, NONE, [{"name": "reward_scale", "sentence": "It is late.", "check": "Look."}])
+    assert (old["cause"], old["sentence"]) == ("reward_scale", "The data path is broken: it is late.")
     assert found["sentence"] == f"{found['claim']} ({since}). Send weights. Also broken: advantages."
 
 
