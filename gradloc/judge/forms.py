@@ -13,19 +13,12 @@ from .said import percent
 
 
 class Form(NamedTuple):
-    """What is wrong.
+    """What is wrong."""
 
-    Args:
-        name (str): The closed form's name, or the identity's.
-        claim (str): What is wrong, a clause that begins a sentence.
-        look (str): Where to look, a sentence; or nothing.
-        factor (float, optional): What the loss, or its KL part, is multiplied by.
-    """
-
-    name: str
-    claim: str
-    look: str
-    factor: float | None
+    name: str  # the closed form's, or the identity's
+    claim: str  # what is wrong, a clause that begins a sentence
+    look: str  # where to look, a sentence; or nothing
+    factor: float | None  # what the loss, or its KL part, is multiplied by
 
 
 # By name, then by residual (or a word of its own), what is wrong: formats of the reading of that name, of all that are

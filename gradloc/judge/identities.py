@@ -28,21 +28,13 @@ _AT_ONCE = {"weights.apart", "reference.first_gap", "rollout.copied", *(f"{colum
 
 @dataclass(frozen=True)
 class Identity:
-    """An equality.
+    """An equality."""
 
-    Args:
-        name (str): Its name, also that of a warning without a closed form.
-        holds (str): What every healthy update keeps, a clause.
-        check (str): How to check that by hand, a sentence or two.
-        residuals (Mapping): How far it is off: by reading, what of it is usual at least.
-        unknown (Mapping): Why it cannot be checked if no residual is known: the first reason whose reading is not 0, or
-            that of the name "".
-    """
-
-    name: str
-    holds: str
-    check: str
-    residuals: Mapping[str, Least]
+    name: str  # also that of a warning without a closed form
+    holds: str  # what every healthy update keeps, a clause
+    check: str  # how to check that by hand, a sentence or two
+    residuals: Mapping[str, Least]  # how far it is off: by reading, what of it is usual at least
+    # Why it cannot be checked if no residual is known: the first reason whose reading is not 0, or that of the name "".
     unknown: Mapping[str, str]
 
 
@@ -202,23 +194,14 @@ BY_NAME = {identity.name: identity for identity in IDENTITIES}
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of an identity in an update.
+    """What is known of an identity in an update."""
 
-    Args:
-        state (str): "held", "broken" or "unchecked".
-        times (float, optional): Its largest residual, in times of the usual; of a broken one, when it was off last.
-        since (int, optional): The step since which it is broken.
-        missing (str, optional): Why it cannot be checked.
-        residual (str): The largest one, of a broken identity.
-        form (Form, optional): What is wrong.
-    """
-
-    state: str
-    times: float | None = None
-    since: int | None = None
-    missing: str | None = None
-    residual: str = ""
-    form: Form | None = None
+    state: str  # "held", "broken" or "unchecked"
+    times: float | None = None  # the largest residual, in times of the usual; of a broken one, when it was off last
+    since: int | None = None  # the step since which it is broken
+    missing: str | None = None  # why it cannot be checked
+    residual: str = ""  # the largest one, of a broken identity
+    form: Form | None = None  # what is wrong
 
 
 def _as_lasting(times: float) -> float:

@@ -32,29 +32,20 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Layers:
-    """What is known of the layers in the update's first mini-batch; dicts by layer, the same ones in every update.
+    """What is known of the layers in an update's first mini-batch, by layer, the same ones in every update."""
 
-    Args:
-        weights (dict): The norm of the weights, their number, and how many elements of a small tensor have moved in the
-            last optimizer step (NaN if that is not known).
-        reduced (dict): The norm of the gradient that the optimizer gets.
-        passes (dict): At most so much, by the norms of the passes' own gradients.
-        last_pass (dict, optional): The norm of the last pass alone, if the data are one rank's and others have a
-            gradient.
-        moved (Sequence): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient; and how
-            many of their elements have changed since its end. NaN where that is not known.
-        reduced_sums (dict, optional): The sum of the elements of a small tensor's gradient, and that of their squares,
-            of the gradient that the optimizer gets. NaN where that is not known.
-        sums_of_passes (dict): The sum of the elements, of the passes' in sum.
-    """
-
+    # The norm of the weights, their number, and how many elements of a small tensor have moved in the last optimizer
+    # step; here and below, NaN is what is not known.
     weights: Mapping[str, tuple[float, int, float]]
-    reduced: Mapping[str, float]
-    passes: Mapping[str, float]
-    last_pass: Mapping[str, float] | None
+    reduced: Mapping[str, float]  # the norm of the gradient that the optimizer gets
+    passes: Mapping[str, float]  # at most so much, by the norms of the passes' own gradients
+    last_pass: Mapping[str, float] | None  # that of the last pass, if all data are one rank's and others have one
+    # Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient; and how many of their elements
+    # have changed since its end.
     moved: Sequence[float]
+    # Of a small tensor's gradient that the optimizer gets, the sum of the elements, and that of their squares.
     reduced_sums: Mapping[str, tuple[float, float]] | None
-    sums_of_passes: Mapping[str, float]
+    sums_of_passes: Mapping[str, float]  # the sum of the elements, of the passes' in sum
 
     @property
     def live(self) -> set[str]:

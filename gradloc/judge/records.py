@@ -26,17 +26,11 @@ _WATCHED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Streak:
-    """How long an identity has been off, and how far.
+    """How long an identity has been off, and how far."""
 
-    Args:
-        score (float): The sum of log_LEVEL(times) of its updates: with `LASTS`, the identity is broken.
-        since (int, optional): The step of the first of them; None if that has no number.
-        quiet (int): How many updates in a row it has held since. With `LASTS` of them, the streak is over.
-    """
-
-    score: float = 0.0
-    since: int | None = None
-    quiet: int = 0
+    score: float = 0.0  # the sum of log_LEVEL(times) of its updates: with `LASTS`, the identity is broken
+    since: int | None = None  # the step of the first of them; None if that has no number
+    quiet: int = 0  # how many updates in a row it has held since: with `LASTS` of them, the streak is over
 
     @property
     def is_broken(self) -> bool:
@@ -55,19 +49,12 @@ class Streak:
 
 @dataclass(frozen=True)
 class Record:
-    """An update.
+    """An update."""
 
-    Args:
-        step (int, optional): Its number.
-        readings (dict): Numbers by name, made of its sums; what is not known is missing.
-        times (dict): By residual, how many times the usual it is.
-        streaks (dict): By identity.
-    """
-
-    step: int | None = None
-    readings: Readings = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)
-    streaks: dict[str, Streak] = field(default_factory=dict)
+    step: int | None = None  # its number
+    readings: Readings = field(default_factory=dict)  # made of its sums; what is not known is missing
+    times: dict[str, float] = field(default_factory=dict)  # by residual, how many times the usual it is
+    streaks: dict[str, Streak] = field(default_factory=dict)  # by identity
 
     @property
     def is_first(self) -> bool:

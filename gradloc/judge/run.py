@@ -133,12 +133,7 @@ class Run:
 
 
 def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_first: bool = False) -> Answer:
-    """Which identities hold in one step, of which nothing before is known.
-
-    Args:
-        facts (Sequence[float]): What `own_facts` returned.
-        is_first (bool): Whether no optimizer step was taken before it.
-    """
+    """Which identities hold in one step, by what `own_facts` returned; `is_first`: no step was taken before it."""
     run = Run(has_moved=not is_first)
     run.take_in(facts)
     run.take_in_rows(rows)

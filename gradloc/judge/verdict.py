@@ -213,10 +213,7 @@ def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
 
 
 def _of_critic(spike: CriticSpike) -> tuple[str | None, str]:
-    """The cause of a spike of the critic, and a few sentences.
-
-    The cause is "errors", "network" if these have not grown with the norm, or None if nothing is known.
-    """
+    """The cause of a critic's spike ("network": its errors have not grown with the norm), and a few sentences."""
     units, cause = spike["micro_batches"], None
     # The largest micro-batch; where they are not measured alone, the whole mini-batch.
     largest: Any = units[0] if units else {**spike, "token_equivalent": spike["token_norm"]}
