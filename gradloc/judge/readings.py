@@ -220,7 +220,7 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     moved, gradient, along, between = now.moved
     if not math.isnan(between):
         found["weights.between"] = between
-    if 0 < moved * gradient < math.inf:
+    if 0 < moved * gradient < math.inf and math.isfinite(along):
         cosine = along / math.sqrt(moved * gradient)
         found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
     if before is not None and rate > 0:
