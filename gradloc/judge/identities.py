@@ -19,8 +19,7 @@ from .readings import COLUMNS
 from .records import Record, Streak
 
 Records = Sequence[Record]
-# What is usual at least: a number, or made of the records; infinite: not to be told.
-Least = float | Callable[[Records], float]
+Least = float | Callable[[Records], float]  # what is usual at least, also by the records; infinite: not to be told
 _HALF = EXPLAINS / LEVEL  # of what is broken from half of all on
 # Residuals of which one update shows what otherwise has to last.
 _AT_ONCE = {"weights.apart", "reference.first_gap", "rollout.copied", *(f"{column}.broken" for column in COLUMNS)}

@@ -50,6 +50,8 @@ def clips_in_words(found: Clipped) -> str:
     over, cut = sum(found["over"].values()), sum(found["cut"].values())
     signals = f"{count(over, 'backward signal')} over {found['factor']:g} times the usual largest one"
     sentence = f"TokenClip found {signals}, and cut {cut} (action {found['action']})"
+    if found["refused"]:
+        sentence += f"; at {', '.join(found['refused'])} there were more than max_share, so that none was cut there"
     for token in found["tokens"][:1]:
         where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
         sentence += f"; the largest: {token_in_words(token)}, {where}"

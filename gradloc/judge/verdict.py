@@ -95,8 +95,7 @@ def _causes(event: Event) -> Iterator[tuple[str, Said]]:
         yield "auxiliary", said(*_AUXILIARY, part)
     broken = [each for each in event.get("warnings", []) if each.get("column") not in _UNREAD or _may_read(culprits)]
     for each in broken[:1]:
-        texts = claim_of(each), each["sentence"]
-        claim, sentence = (f"The data path is broken: {lowered(text)}" for text in texts)
+        claim, sentence = (f"The data path is broken: {lowered(of)}" for of in (claim_of(each), each["sentence"]))
         sentence += f" Also broken: {', '.join(other['name'] for other in broken[1:])}." if broken[1:] else ""
         evidence = each.get("evidence", "")
         yield each["name"], {"claim": claim, "evidence": evidence, "sentence": sentence, "check": each["check"]}
