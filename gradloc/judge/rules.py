@@ -51,8 +51,8 @@ SOURCES: Mapping[str, Rule] = {
         "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
         "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
         "Look at where log-probs are gathered, sliced or padded, and at the rollout's weights and temperature.",
-        "`shift` in spikes.jsonl says by how many positions the log-probs in the culprit's `row` are moved; `gradloc "
-        "replay BUNDLE` compares them with those of saved weights.",
+        "`shift` in spikes.jsonl says by how many positions the log-probs in the culprit's `row` are moved; "
+        "`gradloc replay BUNDLE` compares them with those of saved weights.",
     ),
     "token": Rule(
         "The importance ratios of single tokens are far from 1",
