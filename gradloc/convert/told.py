@@ -181,5 +181,5 @@ def told_by_bundle(bundle: Bundle) -> Told:
             tokens.append({name: values[i : i + 1] for name, values in known.items()})
             places.append(f"rank {rank}, row {row}")
     is_first = event["epoch"] == event["mini_batch"] == 0
-    said = event.get("identities", {}), event.get("warnings", ())  # older releases had none
-    return Told(places, tokens, (), *said, event["epoch"], is_first)
+    states = event.get("identities", {})  # older releases had none
+    return Told(places, tokens, (), states, event["warnings"] if states else (), event["epoch"], is_first)

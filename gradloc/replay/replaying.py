@@ -217,7 +217,7 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
         result["remedies"], result["remedy_notes"] = replay.remedies
     result["same_weights"] = same_weights(result)
     of_tokens = told_by_bundle(bundle).answer()
-    of_loss = next((each["factor"] for each in of_tokens["warnings"] if each["name"] == "loss_scale"), None)
+    of_loss = next((each.get("factor") for each in of_tokens["warnings"] if each["name"] == "loss_scale"), None)
     result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]

@@ -23,9 +23,11 @@ from gradloc.check import command
 from gradloc.convert import batches
 from gradloc.convert import records as record_files
 from gradloc.convert.command import main as convert
+from gradloc.convert.told import told_by_bundle
 from gradloc.evidence.writer import record_step
 from gradloc.judge import Run
 from gradloc.judge.identities import IDENTITIES
+from gradloc.tools.opening import open_bundle
 
 Records = list[dict[str, Any]]
 END = 2
@@ -488,6 +490,14 @@ def test_a_bundle_of_a_real_spike(check: Any, capsys: Capsys) -> None:
     printed = capsys.readouterr().out
     assert "6 of 7 identities hold in 8 responses of step 4. Broken: sampled." in printed
     assert "unsampled" in printed and "rank 1, row 3" in printed
+
+
+def test_warnings_of_a_release_without_identities_are_not_of_the_tokens() -> None:
+    bundle = open_bundle(trees.ROOT / "examples/spike/replay/step4-epoch0-mini_batch0")
+    alone = told_by_bundle(bundle).answer()["warnings"]
+    del bundle.event["identities"]
+    bundle.event["warnings"] = [{"name": "loss_scale", "sentence": "It is off.", "check": "Look."}]
+    assert told_by_bundle(bundle).answer()["warnings"] == alone != []
 
 
 @cases("plant", late, three_zeros, alone)
