@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evidence.writer import jsonable
-from ..report.identities import claim_of, identity_rows, remarks_of
+from ..report.identities import held_and_broken, identity_rows, remarks_of
 from ..report.page import assemble, packed
 from ..report.spike_view import Spec, figure, index, of_field, of_fields, table_of
 from ..report.view import Column, Table, View
@@ -96,7 +96,7 @@ def _say(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]], opti
 
 def _view(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]]) -> View:
     """What was found as the report draws it: the identities, then the rows and their tokens."""
-    claim = visible(claim_of(evidence.identities, where))
+    claim = visible(held_and_broken(evidence.identities, where))
     states = [(name, state, times, what or holds) for holds, name, state, times, _, what in identity_rows(evidence)]
     tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
     told = [row for row in rows if "uid" in row]

@@ -30,7 +30,7 @@ def identities_of(evidence: Evidence) -> dict[str, Any] | None:
     states, step = evidence.identities, evidence.checked_in
     if not states:
         return None
-    claim = claim_of(states, None if step is None else f"step {step}")
+    claim = held_and_broken(states, None if step is None else f"step {step}")
     return {"step": step, "claim": claim, "off": _off_at_times(evidence), "states": states}
 
 
@@ -44,7 +44,7 @@ def said_of(found: Mapping[str, Any] | None) -> list[str]:
     return [found["claim"], *unchecked, *off]
 
 
-def claim_of(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
+def held_and_broken(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
     """How many hold, and which are broken, `where` they were checked."""
     held, broken, unchecked = ([name for name in states if states[name]["state"] == state] for state in _STATES)
     there = "" if where is None else f" in {where}"

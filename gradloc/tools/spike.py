@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..judge.rules import SOURCES
+from ..judge.said import claim_of
 from .command_line import in_shell
 from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity, threshold_factor
 
@@ -41,7 +42,7 @@ class Spike:
         if verdict is None:
             return None
         # A verdict of an older release may have a sentence alone.
-        said = {"claim": verdict["sentence"].removesuffix("."), "evidence": "", **verdict}
+        said = {"evidence": "", **verdict, "claim": claim_of(verdict)}
         return {
             "facts": rounded(verdict.get("facts", [])[: len(SOURCES)]),
             "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
